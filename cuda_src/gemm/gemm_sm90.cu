@@ -350,8 +350,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     parts.put(sums[0], consumer, ring.barrier);
                     continue;
                 }
-                for (u32 block = blockIdx.x + 1; share.may_have(block, count); ++block)
-                    if (share.has_any(block, count)) parts.add(sums[0], consumer, block);
+                // Every block has a part. Asking for it keeps the compiler from spilling registers in one of the loops.
+                auto has_any = [&](u32 block) { return SCALES == kColumnScales || share.has_any(block, count); };
+                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
+                    if (has_any(block)) parts.wait(block, consumer);
+#pragma unroll 1
+                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
+                    if (has_any(block)) parts.add(sums[0], block);
             }
         }
 

@@ -98,7 +98,8 @@ struct ProductTiles {
 
 // What a block computes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the k blocks of
 // the remaining tiles, if the number of tiles is no multiple of the grid. Several blocks may then share a tile: the one
-// that owns its first k block reaches it last, adds the others' sums in the order of k, and finishes it.
+// that owns its first k block reaches it last, adds the others' sums in the order of k, and finishes it. Every block has
+// a share: there are at least as many k blocks of such tiles as blocks.
 //
 // Why this cannot deadlock:
 // 1. All blocks are resident: the launch is cooperative where tiles are shared.
@@ -121,11 +122,10 @@ struct TileShare {
     // blocks.
     RTK_DEVICE u32 first_of(u32 block, u32 count) const { return (count - whole) * steps * block / gridDim.x; }
 
-    // False where there are fewer steps than blocks.
     RTK_DEVICE bool has_any(u32 block, u32 count) const { return first_of(block, count) < first_of(block + 1, count); }
 
-    // True for the blocks behind this one whose steps begin before its tile ends.
-    RTK_DEVICE bool may_have(u32 block, u32 count) const { return block < gridDim.x && first_of(block, count) < tile_end(); }
+    // True for the blocks behind this one that have a part of its tile.
+    RTK_DEVICE bool has_part(u32 block, u32 count) const { return block < gridDim.x && first_of(block, count) < tile_end(); }
 
     RTK_DEVICE bool exists() const { return index < whole || (SPLITS && at < end); }
     RTK_DEVICE bool is_part() const { return SPLITS && index >= whole; }
@@ -172,11 +172,14 @@ struct SharedSums {
         if (threadIdx.x % 128 == 0) atomicAdd(arrived + blockIdx.x * CONSUMERS + consumer, 1u);
     }
 
-    // Waits for those of another block and adds them.
-    RTK_DEVICE void add(Sum (&own)[4 * VECTORS], int consumer, u32 block) const {
+    RTK_DEVICE void wait(u32 block, int consumer) const {
         while (ptx::ld_word_acquire(arrived + block * CONSUMERS + consumer) == 0u) {
         }
         __threadfence();
+    }
+
+    // Adds the sums of a block that were waited for.
+    RTK_DEVICE void add(Sum (&own)[4 * VECTORS], u32 block) const {
         const Four* from = place(block);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {

@@ -133,6 +133,14 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     return _START + _LAUNCH + max(work, memory) + _HIDDEN * work
 
 
+def at_most(sharing: int, tiles: int, k_bytes: int) -> int:
+    """Return how many of `sharing` blocks can have a share of tiles; 0 if some would have none after whole rounds."""
+    steps = -(-k_bytes // ROW)
+    if tiles <= sharing:
+        return min(sharing, tiles * steps)
+    return sharing if sharing and tiles % sharing * steps >= sharing else 0
+
+
 def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
     """Yield a tile with each number of blocks that may share its k."""
     yield Choice(tile)
@@ -141,7 +149,7 @@ def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
         return
     for parts in range(2, min(sms // tiles, _MAX_PARTS, steps // _MIN_STEPS) + 1):
         yield Choice(tile, tiles * parts)
-    if 2 * tiles > sms and tiles % sms and _MAX_PARTS * (tiles % sms) >= sms:
+    if 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
         yield Choice(tile, sms)
 
 
