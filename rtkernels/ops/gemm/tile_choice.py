@@ -15,8 +15,9 @@ NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/
 class Tile(NamedTuple):
     """The tile that a block computes at a time.
 
-    ``consumers`` warpgroups have ``waves`` times 64 rows each of ``cols`` columns; ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
+    ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of its
+    own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of both
+    operands, and every warpgroup has ``slots`` boxes for results that are being stored.
     """
 
     consumers: int
@@ -28,7 +29,7 @@ class Tile(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of the tile."""
-        return 64 * self.consumers * self.waves
+        return 64 * (self.consumers if self.waves == 1 else self.waves)
 
     @property
     def threads(self) -> int:
@@ -48,12 +49,15 @@ COLS_224 = Tile(2, 1, 224, 3, 4)
 COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
+BY_TURNS = Tile(2, 2, 128, 5, 2)
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
+    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, BY_TURNS),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
     COLUMN_SCALES: (LARGE, SMALL),
 }
-BETWEEN = (COLS_224, COLS_192)  # for dense results of which others would leave many SMs without work in the last round
+# For dense results: of which others would leave many SMs without work in the last round; with a short k.
+BETWEEN = (COLS_224, COLS_192)
+DENSE = (*BETWEEN, BY_TURNS)
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -92,6 +96,7 @@ _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {16: 2.0, 32: 1.25, 64: 1.1}  # how much longer loads take if rows begin at multiples of so many bytes
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
+_TURN = 200  # from the last product of a warpgroup to the first of the other one
 _BYTES = 2300  # that memory delivers in a cycle
 _PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
@@ -122,7 +127,12 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
     memory = (size.m + size.n) * size.k_bytes / _BYTES
     if not sharing:
-        work = -(-tiles // sms) * (steps * step + epilogue)
+        each = steps * step
+        rounds = -(-tiles // sms)
+        work = rounds * (each + epilogue)
+        if tile.waves > 1:  # a warpgroup finishes its tile while the other one multiplies
+            epilogue = _EPILOGUE[0] + 2 * _EPILOGUE[1] * tile.cols
+            work = rounds * max(each + _TURN, (each + epilogue) / 2) + epilogue
         return _START + max(work, memory) + _HIDDEN * work
     whole, rest = divmod(tiles, sharing)
     own = -(-rest * steps // sharing)  # steps of a block
@@ -145,7 +155,7 @@ def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
     """Yield a tile with each number of blocks that may share its k."""
     yield Choice(tile)
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
-    if size.k_bytes >= 1 << 24:
+    if size.k_bytes >= 1 << 24 or tile.waves > 1:
         return
     for parts in range(2, min(sms // tiles, _MAX_PARTS, steps // _MIN_STEPS) + 1):
         yield Choice(tile, tiles * parts)
