@@ -2,13 +2,13 @@
 // (gemm/epilogue_sm90.cuh); a [m, k] and b [n, k] of 16 or 8 bits, those of 16 bits in either order. Dense or in groups
 // (gemm/schedule_sm90.cuh).
 //
-// Grid: persistent, one block per SM. A block has CONSUMERS warpgroups, each with WAVES times 64 rows of a tile of COLS
-// columns, and a producer warpgroup: one thread issues TMA loads of a and b, 128 bytes of k per stage; scales of the
-// loop are loaded the same way, or by two more warps in any layout. TMA stores boxes of results while the next tile is
-// multiplied.
+// Grid: persistent, one block per SM. A block has CONSUMERS warpgroups, each with 64 rows of a tile of COLS columns, or,
+// with WAVES, a tile of its own of as many times 64 rows, by turns; and a producer warpgroup: one thread issues TMA loads
+// of a and b, 128 bytes of k per stage; scales of the loop are loaded the same way, or by two more warps in any layout.
+// TMA stores boxes of results while the next tile is multiplied.
 //
-// Where kColumnScales leaves SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums
-// of one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
+// Where plain results leave SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums of
+// one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k; for fp8 products these keep about 14 bits as they
 // accumulate. int32 sums are exact. With SCALES each 128 bytes of k are accumulated from zero, and the result, times
@@ -97,24 +97,27 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
               const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
               const void* add, void* out, float* out_scale,
-              const i32* starts, const i32* ends, float* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
+              const i32* starts, const i32* ends, void* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
               i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
               i64 groups,
               i64 flags_and_band) {
-    using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, CONSUMERS, WAVES, COLS>;
+    // Warpgroups that multiply the same tile. With WAVES, each has its own: one multiplies while the other one finishes.
+    constexpr bool kByTurns = WAVES > 1;
+    static_assert(!kByTurns || (CONSUMERS == 2 && SCALES == kNoScales && FINISH == kPlainFinish), "two tiles, plain results");
+    constexpr int kTogether = kByTurns ? 1 : CONSUMERS;
+    using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, kTogether, WAVES, COLS>;
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
-    constexpr int kCutBarrier = 1 + CONSUMERS;
+    constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarriers = 2 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
-    // Weight gradients have few tiles and a long k, so several blocks may share it.
-    constexpr bool kSplits =
-        SCALES == kColumnScales && FINISH == kPlainFinish && COLS == 256 && WAVES == 1 && !is_same<Sum, i32>::value;
+    // Two operands that lie across need more registers for their copies than the producer has left for a share.
+    constexpr bool kSplits = FINISH == kPlainFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(scale_a_map);
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
-        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, kConsumerWarps);
+        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
     }
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
@@ -200,6 +203,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
     if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
+    const int own_part = kByTurns ? 0 : consumer;  // of a tile, 64 rows per wave
     const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other
     const bool speaks = lane == 0;
     float* const own_columns = column_values + consumer * 2 * COLS;
@@ -208,7 +212,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
     ProductTile next_tile = {};
     Share share = own_share();
-    if (share.exists()) next_tile = share.tile(tiles, kDepth);
+    // By turns, the next tile is the other warpgroup's: its stages are skipped. There are no groups, so all tiles have
+    // as many.
+    auto skip_tile = [&] {
+        share.next();
+        state.advance(static_cast<int>(ceil_div(static_cast<i32>(depth), kDepth)));
+    };
+    if (kByTurns && consumer == 1) skip_tile();
+    if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
         Share after = share;
@@ -225,7 +236,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int row = (w * CONSUMERS + consumer) * 64 + own_row + 8 * r;
+                    const int row = (w * kTogether + own_part) * 64 + own_row + 8 * r;
                     row_bits[w][r] = 0x3f800000u;  // 1
                     ptx::ld_keep_if<4>(of_rows && row < tile.rows, row_bits[w][r],
                                        scale_a + of_a.of_single_row(static_cast<u32>(tile.row + row), tile.group));
@@ -254,15 +265,17 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     for (Sum& sum : sums[w]) sum = 0;
             }
             PipelineState<STAGES> last = state;
+            // A wait for a stage names one bit of its phase, so that all earlier stages must have arrived.
+            if (kByTurns && share.index != blockIdx.x) ptx::named_barrier_sync(kTurnBarriers + consumer, 256);
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
-                if (tail != 0 && i == blocks - 1)
+                if (!kByTurns && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
                     Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * CONSUMERS + consumer), 0, i != 0);
+                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
@@ -270,6 +283,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
             ptx::wgmma_wait<0>();
             if (blocks != 0 && speaks) pipeline.release(last);
+            if (kByTurns && after.exists()) ptx::named_barrier_arrive(kTurnBarriers + 1 - consumer, 256);
         } else {
 #pragma unroll
             for (int w = 0; w < WAVES; ++w)
@@ -303,7 +317,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                         Operands::multiply_left(part, left, stages + here.stage * Operands::kStageBytes, kUnitCols * half);
                     } else {
                         Operands::multiply(part, stages + here.stage * Operands::kStageBytes,
-                                           static_cast<u32>(w * CONSUMERS + consumer), kUnitCols * half, false);
+                                           static_cast<u32>(w * kTogether + own_part), kUnitCols * half, false);
                     }
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, while the products are in flight
@@ -316,7 +330,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                             for (int r = 0; r < 2; ++r)
                                 of_row[v][r] = flags.loop_scales_a()
-                                                   ? of_stage[(v * CONSUMERS + consumer) * 64 + own_row + 8 * r]
+                                                   ? of_stage[(v * kTogether + own_part) * 64 + own_row + 8 * r]
                                                    : 1.0f;
                     }
                     if (unit == kLastUnit && i + 1 < blocks) pipeline.wait(state);
@@ -345,13 +359,19 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
         if constexpr (kSplits) {
             if (share.is_part()) {
-                const SharedSums<CONSUMERS, COLS / 8> parts{shared_sums, arrived};
+                using Parts = SharedSums<typename Totals<Sum, SCALES>::Type, CONSUMERS, COLS / 8>;
+                const Parts parts{static_cast<typename Parts::Four*>(shared_sums), arrived};
                 if (share.first_step() != 0) {
                     parts.put(sums[0], consumer, ring.barrier);
                     continue;
                 }
-                for (u32 block = blockIdx.x + 1; block < gridDim.x && share.first_of(block, count) < share.tile_end(); ++block)
-                    if (share.has_any(block, count)) parts.add(sums[0], consumer, block);
+                // Every block has a part. Asking for it keeps the compiler from spilling registers in one of the loops.
+                auto has_any = [&](u32 block) { return SCALES == kColumnScales || share.has_any(block, count); };
+                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
+                    if (has_any(block)) parts.wait(block, consumer);
+#pragma unroll 1
+                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
+                    if (has_any(block)) parts.add(sums[0], block);
             }
         }
 
@@ -372,7 +392,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
         auto part_of = [&](int wave) {
-            const int first = (wave * CONSUMERS + consumer) * 64, existing = tile.rows - first;
+            const int first = (wave * kTogether + own_part) * 64, existing = tile.rows - first;
             const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
             const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
             return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
@@ -402,6 +422,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
             }
         }
+        if constexpr (kByTurns) skip_tile();
     }
     ring.close();
 }

@@ -1,5 +1,5 @@
-// Copies the rows of one or two operands to memory in which every row begins at a multiple of 16 bytes, as TMA and
-// vector loads need it. Bytes behind a row, up to the next multiple of 16, become 0.
+// Copies the rows of one or two operands to memory in which every row begins at a multiple of 16 bytes or more, as TMA and
+// vector loads need it. Bytes between rows become 0.
 //
 // Layout: an operand is [groups, rows, row_bytes], its rows `pitch` and its groups `group_pitch` bytes apart, at any
 // address; the copy is [groups, rows, 16 * vectors], dense.
@@ -29,7 +29,9 @@ RTK_DEVICE void pad_vector(const PaddedOperand& operand, i64 block) {
     const u8* source = operand.from + group * operand.group_pitch + row_of_group * operand.pitch + at;
     const u32 shift = static_cast<u32>(reinterpret_cast<u64>(source) & 3u);
     Raw<16> raw;
-    if ((shift == 0 || at >= 16) && at + (shift == 0 ? 16 : 20) <= operand.row_bytes) {
+    if (reinterpret_cast<u64>(source) % 16 == 0 && at + 16 <= operand.row_bytes) {
+        raw = ptx::ld_keep<16>(source);
+    } else if ((shift == 0 || at >= 16) && at + (shift == 0 ? 16 : 20) <= operand.row_bytes) {
         const u8* const words = source - shift;
         u32 word[5];
 #pragma unroll
@@ -39,7 +41,7 @@ RTK_DEVICE void pad_vector(const PaddedOperand& operand, i64 block) {
         for (int i = 0; i < 4; ++i)
             raw.w[i] = static_cast<u32>((static_cast<u64>(word[i + 1]) << 32 | word[i]) >> (8 * shift));
     } else {
-        const int exist = static_cast<int>(min(operand.row_bytes - at, static_cast<i64>(16)));
+        const int exist = static_cast<int>(min(operand.row_bytes - at, static_cast<i64>(16)));  // none behind its vector
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             raw.w[i] = 0u;

@@ -98,7 +98,8 @@ struct ProductTiles {
 
 // What a block computes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the k blocks of
 // the remaining tiles, if the number of tiles is no multiple of the grid. Several blocks may then share a tile: the one
-// that owns its first k block reaches it last, adds the others' sums in the order of k, and finishes it.
+// that owns its first k block reaches it last, adds the others' sums in the order of k, and finishes it. Every block has
+// a share: there are at least as many k blocks of such tiles as blocks.
 //
 // Why this cannot deadlock:
 // 1. All blocks are resident: the launch is cooperative where tiles are shared.
@@ -121,8 +122,10 @@ struct TileShare {
     // blocks.
     RTK_DEVICE u32 first_of(u32 block, u32 count) const { return (count - whole) * steps * block / gridDim.x; }
 
-    // False where there are fewer steps than blocks.
     RTK_DEVICE bool has_any(u32 block, u32 count) const { return first_of(block, count) < first_of(block + 1, count); }
+
+    // True for the blocks behind this one that have a part of its tile.
+    RTK_DEVICE bool has_part(u32 block, u32 count) const { return block < gridDim.x && first_of(block, count) < tile_end(); }
 
     RTK_DEVICE bool exists() const { return index < whole || (SPLITS && at < end); }
     RTK_DEVICE bool is_part() const { return SPLITS && index >= whole; }
@@ -150,40 +153,44 @@ struct TileShare {
 
 // Partial sums of shared tiles, one part per block, in the order of its threads: 16 bytes of each, then the next 16.
 // `arrived` says which are complete, by block and warpgroup; zero before the launch.
-template <int CONSUMERS, int VECTORS>
+template <typename Sum, int CONSUMERS, int VECTORS>
 struct SharedSums {
     static constexpr u32 kThreads = 128 * CONSUMERS;
-    float* sums;
+    struct __align__(16) Four {
+        Sum of[4];
+    };
+    Four* sums;
     u32* arrived;
 
     // Called by a warpgroup, with a barrier of its own.
-    RTK_DEVICE void put(const float (&own)[4 * VECTORS], int consumer, int barrier) const {
-        float4* const to = place(blockIdx.x);
+    RTK_DEVICE void put(const Sum (&own)[4 * VECTORS], int consumer, int barrier) const {
+        Four* const to = place(blockIdx.x);
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i)
-            to[i * kThreads] = make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]);
+        for (int i = 0; i < VECTORS; ++i) to[i * kThreads] = {{own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]}};
         __threadfence();
         ptx::named_barrier_sync(barrier, 128);
         if (threadIdx.x % 128 == 0) atomicAdd(arrived + blockIdx.x * CONSUMERS + consumer, 1u);
     }
 
-    // Waits for those of another block.
-    RTK_DEVICE void add(float (&own)[4 * VECTORS], int consumer, u32 block) const {
+    RTK_DEVICE void wait(u32 block, int consumer) const {
         while (ptx::ld_word_acquire(arrived + block * CONSUMERS + consumer) == 0u) {
         }
         __threadfence();
-        const float4* from = place(block);
+    }
+
+    // Adds the sums of a block that were waited for.
+    RTK_DEVICE void add(Sum (&own)[4 * VECTORS], u32 block) const {
+        const Four* from = place(block);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-            const float4 v = from[i * kThreads];
-            own[4 * i] += v.x, own[4 * i + 1] += v.y, own[4 * i + 2] += v.z, own[4 * i + 3] += v.w;
+            const Four v = from[i * kThreads];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own[4 * i + j] += v.of[j];
         }
     }
 
    private:
-    RTK_DEVICE float4* place(u32 block) const {
-        return reinterpret_cast<float4*>(sums) + block * (VECTORS * kThreads) + threadIdx.x;
-    }
+    RTK_DEVICE Four* place(u32 block) const { return sums + block * (VECTORS * kThreads) + threadIdx.x; }
 };
 
 }  // namespace rtk

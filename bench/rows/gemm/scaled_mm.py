@@ -139,13 +139,15 @@ def _padded(kind: str, fast: bool) -> Callable[..., Callable[[], Tensor]]:
     def prepare(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any) -> Callable[[], Tensor]:
         (m, k), n = a.shape, b.shape[0]
         rows, columns, depth = max(m, 17) if kind == "int8" else m, _up(n, 16), _up(k, 16)
+        if kind == "fp8_block":
+            rows = _up(m, 4)  # columns of scales begin at multiples of 16 bytes
         a, b = _grown(a, rows, depth), _grown(b, columns, depth)
         if kind == "fp8_tensor":
             return lambda: torch._scaled_mm(
                 a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
             )[:, :n]  # fmt: skip
         if kind == "fp8_block":
-            return _strided_blocks(a, b, scale_a, scale_b, n)
+            return _strided_blocks(a, b, _grown(scale_a, rows, scale_a.shape[1]), scale_b, m, n)
         scale_a, scale_b = _grown(scale_a.view(-1, 1), rows, 1), _grown(scale_b.view(1, -1), 1, columns)
         if kind == "fp8_row":
             return lambda: torch._scaled_mm(
@@ -156,22 +158,23 @@ def _padded(kind: str, fast: bool) -> Callable[..., Callable[[], Tensor]]:
     return prepare
 
 
-def _strided_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, n: int) -> Callable[[], Tensor]:
-    """Return the call with the first strides of scales that torch accepts: they differ between its versions."""
-    m, k_blocks = scale_a.shape
-    n_blocks = scale_b.shape[0]
-    columns = scale_a.new_zeros(k_blocks, m).copy_(scale_a.t()).t()
-    padded = scale_b.new_zeros(n_blocks, _up(k_blocks, 4))[:, :k_blocks].copy_(scale_b)
+def _strided_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, m: int, n: int) -> Callable[[], Tensor]:
+    """Return the call with the first layout of scales that torch accepts: they differ between its versions.
+
+    Scales of a are columns; those of b have rows of a multiple of 4, of which some versions want to see all.
+    """
+    (rows, k_blocks), n_blocks = scale_a.shape, scale_b.shape[0]
+    left = scale_a.new_zeros(k_blocks, rows).copy_(scale_a.t()).t()
+    whole = _grown(scale_b, n_blocks, _up(k_blocks, 4))
     errors = []
-    for left in (scale_a, columns):
-        for right in (scale_b, padded):
-            try:
-                _blocks(a, b, left, right)
-            except (RuntimeError, ValueError) as error:
-                errors.append(error)
-                continue
-            return lambda left=left, right=right: _blocks(a, b, left, right)[:, :n]
-    raise errors[0]
+    for right in (whole, whole[:, :k_blocks], scale_b):
+        try:
+            _blocks(a, b, left, right)
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error))
+            continue
+        return lambda right=right: _blocks(a, b, left, right)[:m, :n]
+    raise RuntimeError("; ".join(errors))
 
 
 def _row(

@@ -23,7 +23,7 @@ def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
     order = ("skinny", "sm90", "unpack", "mma") if product.m <= _SKINNY_FIRST else ("sm90", "skinny", "unpack", "mma")
     order = ("cluster", *order) if _is_latency(product, info) else order
-    return ("pad", *order) if pad_plan.is_worthwhile(product) else order
+    return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 
 
 def _pad_unsupported(product: Product, info: DeviceInfo) -> str | None:

@@ -1,4 +1,7 @@
-"""Products of operands whose rows are not multiples of 16 bytes: one kernel copies them to rows that are.
+"""Products of operands whose rows lie badly in memory: one kernel copies them to rows that do not.
+
+TMA and vector loads need rows that are multiples of 16 bytes. Rows that are no multiples of 32 begin inside of a sector
+of L2, which takes twice as long to load: large products gain more than the copy costs.
 
 A backend as ``product`` describes it (device code: ``cuda_src/gemm/pad_rows.cu``, then that of the backend which is
 first in order for the copies). The copies are scratch. Their rows end with zeros, so that k may be rounded up where
@@ -7,10 +10,12 @@ both operands are copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from rtkernels.ops.gemm import sm90_plan
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
 from rtkernels.ops.shared.backend import Backend, Backends, Choice, in_words
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
@@ -22,6 +27,11 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps
 _MIN_BYTES = 64 << 10
 _THREADS = 256
 _VECTOR = 16
+_SECTOR = 32
+_LINE = 128  # multiples at which rows of copies begin
+_COPY_CYCLES = (5000, 2000)  # of a launch, and bytes read or written in a cycle (H200)
+_MIN_ROWS = 256  # of a, for copies that are not necessary
+_GAIN = 0.93  # part of the time that a product may take with aligned copies, at most
 
 PAD = Kernel(
     "gemm/pad_rows.cu", "pad_rows", template="THREADS",
@@ -45,47 +55,84 @@ def _size(p: Product, name: str) -> tuple[int, int, int]:
     return (g.count if stacked else 1, *((p.k, rows) if matrix.across else (rows, p.k)))
 
 
+def _bytes(p: Product, name: str) -> int:
+    count, rows, cols = _size(p, name)
+    return int(count * rows * cols * BYTES[getattr(p, name).token])
+
+
+def _begins_in_sector(matrix: Matrix) -> bool:
+    return matrix.aligned and int(matrix.pitch * BYTES[matrix.token]) % _SECTOR != 0
+
+
 def _names(p: Product) -> list[str]:
-    """Return the operands that are copied."""
-    return [name for name in ("a", "b") if not getattr(p, name).aligned]
+    """Return the operands that must be copied; if there are none, those that may be."""
+    needed = [name for name in ("a", "b") if not getattr(p, name).aligned]
+    return needed or [name for name in ("a", "b") if _begins_in_sector(getattr(p, name))]
 
 
-def is_worthwhile(product: Product) -> bool:
-    """Return True if operands are not aligned, and large enough for a copy."""
+def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
+    """Return aligned operands of which copies save more time than they take."""
+    names = [name for name in ("a", "b") if _begins_in_sector(getattr(p, name))]
+    if not names or p.m < _MIN_ROWS or p.groups is not None or sm90_plan.unsupported(p, info.target) is not None:
+        return ()
+
+    def cycles(copied: tuple[str, ...]) -> float:
+        copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
+        return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
+
+    now = cycles(())
+    sets = [(name,) for name in names] + ([tuple(names)] if len(names) == 2 else [])
+    best = min(sets, key=cycles)
+    return best if cycles(best) < _GAIN * now else ()
+
+
+def is_worthwhile(product: Product, info: DeviceInfo) -> bool:
+    """Return True if copies of operands save more time than they take."""
     p = product
-    sizes = {name: _size(p, name) for name in _names(p)}
-    return sum(count * rows * cols * BYTES[getattr(p, name).token] for name, (count, rows, cols) in sizes.items()) >= (
-        _MIN_BYTES
-    )
+    needed = [name for name in ("a", "b") if not getattr(p, name).aligned]
+    return sum(_bytes(p, name) for name in needed) >= _MIN_BYTES if needed else bool(_faster(p, info))
 
 
-def _padded(p: Product) -> Product:
+def _pitch(matrix: Matrix, cols: int) -> int:
+    """Return the elements from row to row of a copy; short rows end with a sector."""
+    size = BYTES[matrix.token]
+    step = int((_LINE if cols * size >= 4 * _LINE else _SECTOR) / size)
+    return -(-cols // step) * step
+
+
+def _padded(p: Product, names: Sequence[str]) -> Product:
     """Return the product of the copies."""
-    names, changed = _names(p), {}
+    changed = {}
     for name in names:
         matrix: Matrix = getattr(p, name)
         count, rows, cols = _size(p, name)
-        each = int(_VECTOR / BYTES[matrix.token])
-        pitch = -(-cols // each) * each
+        pitch = _pitch(matrix, cols)
         changed[name] = matrix._replace(pitch=pitch, aligned=True, group_pitch=rows * pitch if count > 1 else 0)
     padded = p._replace(**changed)
     depths = [scales.depth for scales in (p.scale_a, p.scale_b) if scales is not None]
     # Zeros of both operands add nothing, and no scale covers a part of a vector.
-    if len(names) == 2 and padded.a.pitch == padded.b.pitch and not (p.a.across or p.b.across or p.groups):
-        if BYTES[p.a.token] >= 1 and BYTES[p.b.token] >= 1 and not any(depth % _VECTOR for depth in depths):
-            padded = padded._replace(k=padded.a.pitch)
+    if len(names) == 2 and p.a.token == p.b.token and not (p.a.across or p.b.across or p.groups):
+        if BYTES[p.a.token] >= 1 and not any(depth % _VECTOR for depth in depths):
+            each = int(_VECTOR / BYTES[p.a.token])
+            padded = padded._replace(k=-(-p.k // each) * each)
     return padded
 
 
+def _copied(p: Product, info: DeviceInfo) -> list[str]:
+    """Return the operands that are copied: those that must be, else those that gain by it, else all that may."""
+    needed = [name for name in ("a", "b") if not getattr(p, name).aligned]
+    return needed or list(_faster(p, info)) or _names(p)
+
+
 def _inner(p: Product, info: DeviceInfo, products: Backends[Product]) -> Choice[Product]:
-    return products.choose(_padded(p), info)
+    return products.choose(_padded(p, _copied(p, info)), info)
 
 
 def unsupported(product: Product, info: DeviceInfo, products: Backends[Product]) -> str | None:
     """Return why this backend cannot compute a product, or None."""
-    p, names = product, _names(product)
+    p, names = product, _copied(product, info)
     if not names:
-        return "rows of both operands are multiples of 16 bytes"
+        return "rows of both operands are multiples of 32 bytes"
     if p.k == 0:
         return "there is nothing to add up"
     for name in names:
@@ -105,14 +152,15 @@ def steps(product: Product, device: int, products: Backends[Product]) -> Steps:
     backend: Backend[Product] | None = _inner(p, info, products).backend
     if backend is None:
         raise ValueError(f"no backend for the product of padded operands: {p.title}")
-    return _after_copies(p, device, backend.steps(_padded(p), device))
+    names = _copied(p, info)
+    return _after_copies(p, device, names, backend.steps(_padded(p, names), device))
 
 
-def _after_copies(p: Product, device: int, inner: Steps) -> Steps:
+def _after_copies(p: Product, device: int, names: list[str], inner: Steps) -> Steps:
     """Return the copies, then the launches of a product, which read them."""
     if not inner.steps:
         return inner
-    names, numbers, blocks, scratch = _names(p), [], {"a": 0, "b": 0}, {}
+    numbers, blocks, scratch = [], {"a": 0, "b": 0}, {}
     for name in ("a", "b"):
         if name not in names:
             numbers += [0, 0, 0, 0, 0, 0]
@@ -121,7 +169,7 @@ def _after_copies(p: Product, device: int, inner: Steps) -> Steps:
         count, rows, cols = _size(p, name)
         size = BYTES[matrix.token]
         row_bytes, pitch, group_pitch = (int(n * size) for n in (cols, matrix.pitch, matrix.group_pitch))
-        vectors = -(-row_bytes // _VECTOR)
+        vectors = int(_pitch(matrix, cols) * size) // _VECTOR
         numbers += [rows, row_bytes, pitch, group_pitch if count > 1 else 0, vectors, count * rows]
         blocks[name] = -(-count * rows * vectors // _THREADS)
         scratch[f"padded_{name}"] = Memory((count * rows, vectors * _VECTOR), torch.uint8)
@@ -132,7 +180,7 @@ def _after_copies(p: Product, device: int, inner: Steps) -> Steps:
     return Steps(
         Step(launch, *tensors, *numbers, blocks["a"]), *renamed, scratch={**scratch, **inner.scratch},
         zeros=inner.zeros, kept_zeros=inner.kept_zeros,
-        if_not_resident=None if others is None else lambda: _after_copies(p, device, others()),
+        if_not_resident=None if others is None else lambda: _after_copies(p, device, names, others()),
     )  # fmt: skip
 
 
@@ -145,9 +193,9 @@ def _renamed(argument: Any, names: list[str]) -> Any:
 
 def summary(product: Product, info: DeviceInfo, products: Backends[Product]) -> str:
     """Return what is copied, and which backend multiplies the copies, for ``explain``."""
-    backend = _inner(product, info, products).backend
-    more = "" if backend is None or backend.summary is None else backend.summary(_padded(product), info)
+    backend, names = _inner(product, info, products).backend, _copied(product, info)
+    more = "" if backend is None or backend.summary is None else backend.summary(_padded(product, names), info)
     name = "" if backend is None else backend.name
-    return f"rows of {' and '.join(_names(product))} to multiples of 16 bytes first, then {name}" + (
+    return f"rows of {' and '.join(names)} to multiples of 16 bytes or more first, then {name}" + (
         f": {more}" if more else ""
     )

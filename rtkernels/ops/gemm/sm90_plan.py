@@ -24,9 +24,14 @@ from rtkernels.ops.gemm.tile_choice import (
     ROW_SCALES,
     SMALL,
     TILES,
+    Choice,
+    Size,
     Tile,
+    at_most,
     choose,
-    shares_tiles,
+    choose_grouped,
+    cycles,
+    loads,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
@@ -210,7 +215,7 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
 
 def steps(
     product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
-    split: bool | None = None,
+    sharing: int | None = None,
 ) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
 
@@ -219,29 +224,28 @@ def steps(
         device: CUDA ordinal, or -1.
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
         names: Tensors that take the place of "a", "b" or "scale_a".
-        split: Whether blocks share tiles along k, instead of what ``tile_choice`` says.
+        sharing: How many blocks share tiles along k, 0 for none, instead of what ``tile_choice`` says.
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
         return Steps()
     scales, finish, count = _loop_scales(p), _finish(p), g.count if g else 0
     sms = device_info(device).sm_count
-    tile = tile or _tile(p, scales, sms)
+    if tile is None or sharing is None:
+        chosen = _choice(p, scales, sms, tile)
+        tile, sharing = chosen.tile, chosen.sharing if sharing is None else sharing
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
-    grid = max(min(sms, tiles), 1)
-    if split is None:
-        split = g is None and finish == PLAIN and p.a.token not in _BYTES
-        split = split and shares_tiles(tile, p.m, p.n, p.k, scales, sms)
-    grid = sms if split else grid
-    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), resident=split)
-    arguments = _arguments(p, tile, scales, names or {}, split)
-    if split:
+    sharing = at_most(sharing, tiles, p.k * int(BYTES[p.a.token]))
+    grid = sharing or max(min(sms, tiles), 1)
+    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0)
+    arguments = _arguments(p, tile, scales, names or {}, sharing > 0)
+    if sharing:
         return Steps(
             Step(launch, *arguments),
             scratch={"shared_sums": Memory((grid, tile.rows, tile.cols), torch.float32)},
             zeros={"arrived": grid * tile.consumers},
-            if_not_resident=lambda: steps(p, device, tile=tile, names=names, split=False),
+            if_not_resident=lambda: steps(p, device, tile=tile, names=names, sharing=0),
         )
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
@@ -250,8 +254,15 @@ def steps(
 
 def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would get on an H200, for ``explain``."""
-    tile = _tile(product, _loop_scales(product), 132)
-    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages"
+    tile, sharing = _choice(product, _loop_scales(product), 132)
+    shared = f", {sharing} blocks share them along k" if sharing else ""
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{shared}"
+
+
+def estimate(product: Product, sms: int) -> float:
+    """Return the cycles that a dense product would take."""
+    p, scales = product, _loop_scales(product)
+    return cycles(_choice(p, scales, sms), _size_of(p), scales, sms)
 
 
 def _b_rows(p: Product) -> int:
@@ -314,15 +325,25 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
     return 0, "sizes" if g.kind == "masked" else "ends"
 
 
-def _tile(p: Product, scales: int, sms: int) -> Tile:
+def _size_of(p: Product) -> Size:
+    size = int(BYTES[p.a.token])
+    return Size(p.m, _b_rows(p), p.k * size, loads(p.a.pitch * size), loads(p.b.pitch * size))
+
+
+def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choice:
+    """Return the tile of a product, and how many blocks share its k."""
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
-    if g is not None and g.kind in ("masked", "depth"):  # as if groups lay side by side
-        m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
-    if g is not None or (scales == ROW_SCALES and _in_loop(p.scale_b, p.k)):  # a scale covers 128 columns of a tile
+    if g is not None:
+        if g.kind in ("masked", "depth"):  # as if groups lay side by side
+            m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
+        return Choice(only or choose_grouped(m, n, scales, finish, sms, tiles))
+    if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
         tiles = [tile for tile in tiles if tile not in BETWEEN]
-    return choose(m, n, p.k, scales, finish, sms, g is not None, tiles)
+    if only is not None:
+        tiles = [only]
+    return choose(_size_of(p), scales, finish, sms, tiles, (LARGE,) if p.a.across and p.b.across else ())
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:

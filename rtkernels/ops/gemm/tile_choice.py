@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 BOX = 64 * 128  # bytes of a box of results in shared memory
 ROW = 128  # bytes of k in a stage, of every row of a tile
 MAX_GROUPS = 512
-_SHARING_STEPS = 12  # blocks of k that take as long as what blocks write for each other (H200)
 NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/gemm_sm90.cu
 
 
 class Tile(NamedTuple):
     """The tile that a block computes at a time.
 
-    ``consumers`` warpgroups have ``waves`` times 64 rows each of ``cols`` columns; ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
+    ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of its
+    own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of both
+    operands, and every warpgroup has ``slots`` boxes for results that are being stored.
     """
 
     consumers: int
@@ -28,7 +29,7 @@ class Tile(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of the tile."""
-        return 64 * self.consumers * self.waves
+        return 64 * (self.consumers if self.waves == 1 else self.waves)
 
     @property
     def threads(self) -> int:
@@ -48,18 +49,17 @@ COLS_224 = Tile(2, 1, 224, 3, 4)
 COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
+BY_TURNS = Tile(2, 2, 128, 5, 2)
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
+    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, BY_TURNS),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
     COLUMN_SCALES: (LARGE, SMALL),
 }
-BETWEEN = (COLS_224, COLS_192)  # for dense results of which others would leave many SMs without work in the last round
-# Times of a tile's element, relative to those of the large tile.
-_SLOWER = {
-    NO_SCALES: {LARGE: 1.0, COLS_224: 1.03, COLS_192: 1.06, SMALL: 1.12, ONE_WARPGROUP: 1.5},
-    ROW_SCALES: {LARGE: 1.0, COLS_224: 1.06, COLS_192: 1.09, SMALL: 1.12, ONE_WARPGROUP: 1.5},
-    COLUMN_SCALES: {LARGE: 1.0, SMALL: 1.12},
-}
+# For dense results: of which others would leave many SMs without work in the last round; with a short k.
+BETWEEN = (COLS_224, COLS_192)
+DENSE = (*BETWEEN, BY_TURNS)
+# Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
+_SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
 
 
@@ -68,39 +68,117 @@ def tile_count(tile: Tile, m: int, n: int) -> int:
     return -(-m // tile.rows) * -(-n // tile.cols)
 
 
-def _shared_waves(tile: Tile, m: int, n: int, k: int, scales: int, sms: int) -> float | None:
-    """Return the cost of sharing tiles along k, in tiles of the busiest block; None if sharing gains nothing.
+class Size(NamedTuple):
+    """What decides how long a dense product takes: rows and columns, and bytes of a row along k.
 
-    One to eight blocks have a tile; what they write for each other takes time as well.
+    ``a_rows``, ``b_rows``: how much longer L2 takes for 128 bytes of a row than if rows began at its lines (``loads``).
     """
-    whole, rest = divmod(tile_count(tile, m, n), sms)
-    if scales != COLUMN_SCALES or tile != LARGE or 8 * rest < sms or k >= 1 << 23:
-        return None
-    cost = whole + rest / sms + _SHARING_STEPS / max(k // ROW, 1)
-    return cost if cost < whole + 1 else None
+
+    m: int
+    n: int
+    k_bytes: int
+    a_rows: float = 1.0
+    b_rows: float = 1.0
 
 
-def shares_tiles(tile: Tile, m: int, n: int, k: int, scales: int, sms: int) -> bool:
-    """Return True if blocks share the tiles of the last round along k, in which SMs would have no work."""
-    return _shared_waves(tile, m, n, k, scales, sms) is not None
+class Choice(NamedTuple):
+    """A tile, and how many blocks share the k of tiles; 0 if every tile has one block."""
+
+    tile: Tile
+    sharing: int = 0
+
+
+# Clock cycles of an H200, fitted to times in docs/decisions/gemm.md.
+_START = 5400  # until the first stage has arrived
+_STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of k of 128 x 256 results
+_ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
+_ROW = 2.1  # of 128 bytes from L2, at least
+_LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
+_ROWS = {16: 2.0, 32: 1.25, 64: 1.1}  # how much longer loads take if rows begin at multiples of so many bytes
+_EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
+_TURN = 200  # from the last product of a warpgroup to the first of the other one
+_BYTES = 2300  # that memory delivers in a cycle
+_PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
+_LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
+_HIDDEN = 0.01  # of the work counts even where memory takes longer
+_DOUBT = 1.03  # by how much sharing must be faster
+_MAX_PARTS = 8  # blocks that share a tile
+_MIN_STEPS = 4  # of k, of each of them
+_UNEVEN = 30_000  # if blocks have different parts of k, so that they read operands again
+
+
+def loads(pitch_bytes: int) -> float:
+    """Return how much longer L2 takes for 128 bytes of a row if rows are so many bytes apart."""
+    return _ROWS.get(math.gcd(pitch_bytes, ROW), 1.0)
+
+
+def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
+    """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
+    products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
+    line = _LINE[0] + _LINE[1] * busy
+    return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
+
+
+def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
+    """Return how long a dense product takes, as far as tiles decide it."""
+    tile, sharing = choice
+    tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
+    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms))
+    epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
+    memory = (size.m + size.n) * size.k_bytes / _BYTES
+    if not sharing:
+        each = steps * step
+        rounds = -(-tiles // sms)
+        work = rounds * (each + epilogue)
+        if tile.waves > 1:  # a warpgroup finishes its tile while the other one multiplies
+            epilogue = _EPILOGUE[0] + 2 * _EPILOGUE[1] * tile.cols
+            work = rounds * max(each + _TURN, (each + epilogue) / 2) + epilogue
+        return _START + max(work, memory) + _HIDDEN * work
+    whole, rest = divmod(tiles, sharing)
+    own = -(-rest * steps // sharing)  # steps of a block
+    passed: float = _UNEVEN
+    if sharing % rest == 0:
+        passed = sharing // rest * (_PART[0] + 4 * tile.rows * tile.cols / _PART[1])
+    work = whole * (steps * step + epilogue) + own * step + epilogue + passed
+    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work
+
+
+def at_most(sharing: int, tiles: int, k_bytes: int) -> int:
+    """Return how many of `sharing` blocks can have a share of tiles; 0 if some would have none after whole rounds."""
+    steps = -(-k_bytes // ROW)
+    if tiles <= sharing:
+        return min(sharing, tiles * steps)
+    return sharing if sharing and tiles % sharing * steps >= sharing else 0
+
+
+def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
+    """Yield a tile with each number of blocks that may share its k."""
+    yield Choice(tile)
+    tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
+    if size.k_bytes >= 1 << 24 or tile.waves > 1:
+        return
+    for parts in range(2, min(sms // tiles, _MAX_PARTS, steps // _MIN_STEPS) + 1):
+        yield Choice(tile, tiles * parts)
+    if 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
+        yield Choice(tile, sms)
 
 
 def choose(
-    m: int, n: int, k: int, scales: int, finish: int, sms: int, groups: bool = False, tiles: Sequence[Tile] = ()
-) -> Tile:
-    """Return the tile for a product: a large one, unless it leaves SMs without work.
+    size: Size, scales: int, finish: int, sms: int, tiles: Sequence[Tile] = (), whole: Sequence[Tile] = ()
+) -> Choice:
+    """Return the tile of a dense product, and how many blocks share its k: whatever takes the fewest `cycles`.
 
-    ``m`` is the number of rows of one group, or what is known of it; ``tiles`` are those that can compute the product
-    (default: all).
+    ``tiles`` are those that can compute the product (default: all); blocks cannot share those in ``whole``.
     """
     if finish != PLAIN:
+        return Choice(LARGE)
+    found = [c for t in tiles or TILES[scales] for c in _candidates(t, size, sms) if not (c.sharing and t in whole)]
+    return min(found, key=lambda choice: cycles(choice, size, scales, sms) * (_DOUBT if choice.sharing else 1.0))
+
+
+def choose_grouped(m: int, n: int, scales: int, finish: int, sms: int, tiles: Sequence[Tile] = ()) -> Tile:
+    """Return the tile of a grouped product; ``m`` is the number of rows of one group, or what is known of it."""
+    if finish != PLAIN:
         return LARGE
-
-    def cost(tile: Tile) -> float:
-        """Work of the busiest SM, and how much slower another tile is than a large one."""
-        waves: float | None = None if groups else _shared_waves(tile, m, n, k, scales, sms)
-        if waves is None:
-            waves = -(-tile_count(tile, m, n) // sms)
-        return waves * tile.rows * tile.cols * _SLOWER[scales][tile]
-
-    return min(tiles or TILES[scales], key=cost)
+    found = [tile for tile in tiles or TILES[scales] if tile in _SLOWER]
+    return min(found, key=lambda t: -(-tile_count(t, m, n) // sms) * t.rows * t.cols * _SLOWER[t])

@@ -123,7 +123,7 @@ def test_what_is_unsupported() -> None:
         return pad_plan.unsupported(product._replace(**changed), info, PRODUCTS) or ""
 
     assert refused() == ""
-    assert "multiples of 16 bytes" in refused(a=bf16, b=bf16) and "nothing to add up" in refused(k=0)
+    assert "multiples of 32 bytes" in refused(a=bf16, b=bf16) and "nothing to add up" in refused(k=0)
     assert "2^31" in refused(m=1 << 31)
     assert "inside of a byte" in refused(b=Matrix("int4", 65, aligned=False), scale_b=Scales(1, 0, 1))
     assert "same type" in refused(b=odd._replace(token="fp16"))
@@ -133,17 +133,49 @@ def test_explained() -> None:
     a, b = (torch.empty(4096, 1000, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
     told = explain(scaled_mm, a, b, target="9.0")
     assert told.backend == "pad" and told.refused == {}
-    assert told.summary.startswith("rows of a and b to multiples of 16 bytes first, then sm90: 128 x 256 tiles")
+    assert told.summary.startswith("rows of a and b to multiples of 16 bytes or more first, then sm90: 128 x 256 tiles")
     assert explain(scaled_mm, a[:16, :1], b[:, :1], target="9.0").backend != "pad"  # too little to copy
     few = explain(scaled_mm, a[:16], b, torch.empty(16, device="meta"), None, recipe="auto", target="9.0")
     assert few.summary.endswith("k shared by the blocks of a cluster")
 
 
 def test_k_is_rounded_only_with_zeros_in_both() -> None:
-    odd, even = Matrix("e4m3", 1000, aligned=False), Matrix("e4m3", 1008)
+    odd, even = Matrix("e4m3", 1000, aligned=False), Matrix("e4m3", 1024)
     product = Product(128, 64, 1000, odd, odd, Matrix("bf16", 64))
-    assert pad_plan._padded(product).k == 1008
-    assert pad_plan._padded(product._replace(b=even)).k == 1000
-    assert pad_plan._padded(product._replace(scale_a=Scales(1, 128, 8, 1))).k == 1008
-    assert pad_plan._padded(product._replace(scale_a=Scales(1, 8, 125, 1))).k == 1000
-    assert pad_plan._padded(product._replace(groups=Groups("rows", 2))).k == 1000
+
+    def padded(**changed: Any) -> Product:
+        p = product._replace(**changed)
+        return pad_plan._padded(p, pad_plan._copied(p, device_info(-1)))
+
+    assert padded().k == 1008 and padded().a.pitch == padded().b.pitch == 1024
+    assert padded(b=even).k == 1000 and padded(b=even).b.pitch == 1024
+    assert padded(scale_a=Scales(1, 128, 8, 1)).k == 1008
+    assert padded(scale_a=Scales(1, 8, 125, 1)).k == 1000
+    assert padded(groups=Groups("rows", 2)).k == 1000
+
+
+@pytest.mark.parametrize(
+    "m, n, k, copied",
+    (
+        (9616, 3896, 920, "b"),  # rows of 1840 bytes begin inside of a sector
+        (9616, 3896, 928, ""),  # those of 1856 do not
+        (64, 16384, 1000, ""),  # the copy would take longer than the product
+        (4096, 4096, 1001, "a and b"),  # these must be copied
+    ),
+)
+def test_copies_that_save_time(m: int, n: int, k: int, copied: str) -> None:
+    a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
+    told = explain(scaled_mm, a, b, target="9.0")
+    assert (told.backend == "pad") == bool(copied)
+    assert told.summary.startswith(f"rows of {copied} to" if copied else "")
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("kind", ("bf16", "e4m3"))
+def test_aligned_copies(place: str, kind: str) -> None:
+    """Rows of 16 bytes more than a multiple of 32: ``pad`` copies them if it is asked to."""
+    m, n, k = 70, 72, 72 if kind == "bf16" else 144
+    a, b = codes(kind, m, k), codes(kind, n, k, seed=1)
+    with running_on(place) as device:
+        got = scaled_mm(a.codes.to(device), b.codes.to(device), backend="pad")
+        assert_product(got.cpu(), *exact(a.values, b.values), codes=a.codes)

@@ -17,7 +17,7 @@ from rtkernels.ops.gemm.tile_choice import Tile
 from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
-COLS_224, COLS_192 = tile_choice.COLS_224, tile_choice.COLS_192
+COLS_224, COLS_192, TURNS = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.BY_TURNS
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
 
 # m, n, k and what differs from a plain product of bf16.
@@ -67,15 +67,58 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
             "out": "fp32",
             "accumulate": True,
             "tile": BROAD,
-            "split": True,
+            "sharing": 4,
         },
     ),
     "1d1d_two_rounds_shared": (
         150,
         520,
         400,
-        {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "bias": "bf16", "tile": BROAD, "split": True},
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": ALONG, "bias": "bf16", "tile": BROAD, "sharing": 4},
     ),
+    # Blocks share k: equal parts, uneven ones, a whole round before them, more blocks than k has steps, a single tile.
+    "bf16_shared": (131, 136, 1000, {"bias": "bf16", "tile": SMALL, "sharing": 8}),
+    "bf16_shared_unevenly": (70, 300, 456, {"add": "bf16", "act": "silu", "tile": SMALL, "sharing": 5}),
+    "bf16_shared_after_a_round": (131, 392, 456, {"out": "fp32", "accumulate": True, "tile": SMALL, "sharing": 5}),
+    "bf16_one_tile_shared": (33, 40, 200, {"tile": ONE, "sharing": 7}),
+    "bf16_odd_columns_shared": (70, 131, 520, {"tile": BROAD, "sharing": 3}),
+    "bf16_224_shared": (70, 440, 264, {"tile": COLS_224, "sharing": 4}),
+    "bf16_192_shared": (70, 200, 264, {"tile": COLS_192, "sharing": 4}),
+    "wgrad_shared": (
+        70,
+        136,
+        300,
+        {"across": (True, True), "out": "fp32", "accumulate": True, "tile": SMALL, "sharing": 4},
+    ),
+    "b_across_shared": (70, 264, 300, {"across": (False, True), "tile": BROAD, "sharing": 4}),
+    "fp8_rows_shared": (
+        131,
+        136,
+        1000,
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "bias": "bf16", "tile": SMALL, "sharing": 8},
+    ),
+    "fp8_fast_shared": (
+        70,
+        264,
+        600,
+        {"a": "e4m3", "sums": "fast", "scale_a": TENSOR, "scale_b": TENSOR, "tile": BROAD, "sharing": 6},
+    ),
+    "1d2d_shared": (150, 264, 656, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": BROAD, "sharing": 7}),
+    "1d2d_one_warpgroup_shared": (
+        70,
+        136,
+        656,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": ONE, "sharing": 8},
+    ),
+    "int8_sums_shared": (70, 66, 656, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL, "sharing": 3}),
+    "int8_rows_shared": (70, 136, 656, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": SMALL, "sharing": 4}),
+    # Warpgroups by turns: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
+    "bf16_by_turns": (300, 500, 200, {"bias": "bf16", "tile": TURNS}),
+    "bf16_one_tile_by_turns": (70, 40, 1000, {"act": "silu", "tile": TURNS}),
+    "fp32_by_turns": (600, 392, 24, {"out": "fp32", "accumulate": True, "tile": TURNS}),
+    "bf16_odd_columns_by_turns": (300, 387, 72, {"tile": TURNS}),
+    "fp8_fast_by_turns": (300, 264, 720, {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": TURNS}),
+    "int8_by_turns": (300, 264, 272, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": TURNS}),
     "1d2d_one_warpgroup": (70, 136, 400, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": ONE}),
     "squares": (140, 136, 272, {"a": "e4m3", "scale_a": SQUARE, "scale_b": SQUARE, "tile": SMALL}),
     "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
@@ -180,8 +223,18 @@ SLOW = (
     "bf16_one_warpgroup",
     "fp16_a_across",
     "fp8_tensor_fast",
+    "b_across_shared",
+    "bf16_192_shared",
+    "bf16_224_shared",
+    "bf16_odd_columns_shared",
+    "fp8_fast_by_turns",
+    "fp8_fast_shared",
     "int8_blocks",
+    "int8_by_turns",
+    "int8_rows_shared",
     "int8_sums",
+    "int8_sums_shared",
+    "wgrad_shared",
     "fp8_mixed",
     "masked_rows",
     "rows_aligned",
@@ -266,7 +319,7 @@ def test_what_is_unsupported() -> None:
 
 def test_tiles_fit_in_shared_memory() -> None:
     variants = sm90_plan.GEMM.variants(targets.parse("sm_90a"))
-    assert len(variants) == len(set(variants)) <= 66
+    assert len(variants) == len(set(variants)) <= 70
     for variant in variants:
         assert Tile(*variant[4:9]).shared(variant[9], tile_choice.MAX_GROUPS) + 128 <= 227 * 1024
 
@@ -278,7 +331,7 @@ def test_tiles_between_fill_the_last_round() -> None:
 
     def tile(sms: int = 132, **changed: Any) -> Tile:
         p = product._replace(**changed)
-        return sm90_plan._tile(p, sm90_plan._loop_scales(p), sms)
+        return sm90_plan._choice(p, sm90_plan._loop_scales(p), sms).tile
 
     assert tile() == COLS_224 and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
     assert tile(a=e4m3, b=e4m3, **blocks) == SMALL  # a scale covers 128 columns
@@ -296,4 +349,6 @@ def test_chosen_tiles_are_built() -> None:
     for scales in tile_choice.TILES:
         for m in (1, 64, 200, 1000, 4096, 100_000):
             for n in (8, 256, 4096):
-                assert (*tile_choice.choose(m, n, 512, scales, tile_choice.PLAIN, 132), scales, 0) in built
+                for k_bytes in (16, 512, 20_000):
+                    chosen = tile_choice.choose(tile_choice.Size(m, n, k_bytes), scales, tile_choice.PLAIN, 132)
+                    assert (*chosen.tile, scales, 0) in built and chosen.sharing <= 132

@@ -1,0 +1,70 @@
+"""The model that chooses tiles, parts of k and copies, against times measured on an H200 (docs/decisions/gemm.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from rtkernels.ops.gemm import tile_choice
+from rtkernels.ops.gemm.tile_choice import (
+    COLUMN_SCALES,
+    LARGE,
+    NO_SCALES,
+    ONE_WARPGROUP,
+    PLAIN,
+    ROW_SCALES,
+    SMALL,
+    Choice,
+    Size,
+    at_most,
+    choose,
+    cycles,
+    loads,
+)
+
+SMS = 132
+CLOCK = 1700  # cycles per us, as the model counts them
+COLS_224, COLS_192 = tile_choice.COLS_224, tile_choice.COLS_192
+# m, n, k, bytes of an element, scales in the loop: us of tiles, and of blocks that share k.
+MEASURED = (
+    (5003, 2624, 1344, 2, NO_SCALES, {(LARGE, 0): 65.4, (COLS_224, 0): 60.3, (COLS_192, 0): 62.7, (SMALL, 0): 62.0}),
+    (5003, 2624, 1344, 1, ROW_SCALES, {(LARGE, 0): 49.4, (COLS_224, 0): 45.3, (COLS_192, 0): 49.0, (SMALL, 0): 49.0}),
+    (4096, 4096, 1000, 2, NO_SCALES, {(LARGE, 0): 75.0}),
+    (9616, 3896, 920, 2, NO_SCALES, {(COLS_224, 0): 174.1}),
+    (439, 936, 6264, 2, NO_SCALES, {(ONE_WARPGROUP, 0): 36.3}),
+    (737, 7104, 2960, 2, NO_SCALES, {(COLS_192, 0): 54.3}),
+    (729, 3856, 7664, 1, NO_SCALES, {(COLS_192, 0): 57.8}),
+    (8192, 7168, 2048, 2, NO_SCALES, {(LARGE, 0): 313.0}),
+    (8192, 4096, 4096, 2, NO_SCALES, {(LARGE, 0): 349.8}),
+    (8192, 4096, 4096, 1, ROW_SCALES, {(LARGE, 0): 224.0}),
+    (1536, 1536, 16384, 1, COLUMN_SCALES, {(LARGE, 0): 136.0, (SMALL, 0): 147.0, (LARGE, SMS): 95.0}),
+    (2560, 1536, 16384, 1, COLUMN_SCALES, {(LARGE, 0): 138.0, (SMALL, 0): 149.0, (LARGE, SMS): 158.0}),
+    (9216, 1536, 16384, 1, COLUMN_SCALES, {(LARGE, 0): 533.0, (SMALL, 0): 515.0, (LARGE, SMS): 456.0}),
+)
+
+
+@pytest.mark.parametrize("m, n, k, size, scales, times", MEASURED)
+def test_times(m: int, n: int, k: int, size: int, scales: int, times: dict) -> None:
+    """Estimates are near the times, and their order is that of the times, but for 5 %."""
+    at = Size(m, n, k * size, loads(k * size), loads(k * size))
+    estimates = {key: cycles(Choice(*key), at, scales, SMS) / CLOCK + 1.5 for key in times}
+    for key, measured in times.items():
+        assert estimates[key] == pytest.approx(measured, rel=0.16)
+    assert times[min(estimates, key=estimates.__getitem__)] <= 1.05 * min(times.values())
+
+
+def test_few_tiles_with_a_long_k_are_shared() -> None:
+    chosen = choose(Size(439, 936, 2 * 6264), NO_SCALES, PLAIN, SMS)
+    assert chosen.sharing > 100
+    for size in (Size(4096, 4096, 8192), Size(439, 936, 128), Size(8, 8, 1 << 24)):
+        assert choose(size, NO_SCALES, PLAIN, SMS).sharing == 0
+    assert choose(Size(439, 936, 2 * 6264), NO_SCALES, PLAIN, SMS, (LARGE,), (LARGE,)) == Choice(LARGE)
+
+
+def test_every_block_has_a_share() -> None:
+    assert at_most(132, 1, 16) == 1 and at_most(132, 5, 1000) == 40 and at_most(9, 3, 1 << 20) == 9
+    assert at_most(0, 7, 1 << 20) == 0
+    assert at_most(132, 133, 1 << 10) == 0 and at_most(132, 200, 1 << 10) == 132  # after a whole round
+
+
+def test_rows_inside_of_sectors_take_longer() -> None:
+    assert loads(2000) > loads(2016) >= loads(1984) >= loads(1920) == loads(4096) == 1.0
