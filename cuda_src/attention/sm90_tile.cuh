@@ -108,6 +108,19 @@ RTK_DEVICE void store_rows(T* to, i64 stride, int row, int rows, int columns, co
     }
 }
 
+// The same, not rounded: parts of sums.
+template <int N>
+RTK_DEVICE void store_rows(float* to, i64 stride, int row, int rows, int columns, const float (&d)[N], const float (&times)[2]) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j)
+            if (row + 8 * r < rows && 8 * j < columns)
+                *reinterpret_cast<float2*>(to + (row + 8 * r) * stride + 8 * j + 2 * t) =
+                    make_float2(d[4 * j + 2 * r] * times[r], d[4 * j + 2 * r + 1] * times[r]);
+}
+
 // An element of a bias: kind 1 bf16, 2 fp16, 3 fp32.
 RTK_DEVICE float bias_at(const void* bias, int kind, i64 index) {
     float value[1];
