@@ -1,7 +1,8 @@
 // Attention backward on sm_90a: dk, dv, and sums of dq, in one pass, bitwise reproducible.
 //
-// A block owns a tile of 128 keys of one key head and loops over all query tiles (of all heads that share these keys)
-// that see any of them, last queries first. Two consumer warpgroups own 64 keys each; with s, p, dp, ds transposed
+// A block owns a tile of 128 keys of one key head and loops over all query tiles (of all heads that share these keys, or
+// of one of `parts` parts of them) that see any of them.
+// Two consumer warpgroups own 64 keys each; with s, p, dp, ds transposed
 // (rows are keys), per tile of queries
 //     s = k q^T,  dp = v dout^T,  p = 2^(s - lse),  ds = p (dp - delta),  dv += p dout,  dk += ds q      from registers,
 //     dq = ds^T k                                                     from ds of both warpgroups in shared memory.
@@ -11,9 +12,13 @@
 // Several blocks add to the sums of a query tile, in a fixed order: each waits until the key tiles before its own have
 // been added (`order` counts them); the first one stores. attention/sm90_bwd.cuh explains why this cannot deadlock.
 //
-// Numerics: p and ds are rounded to T before the products, all sums are fp32. dk and dv are rounded once.
+// It meets all query tiles of one head before those of the next, so that blocks which run together find the q, dout and
+// dq of few heads in L2.
 //
-// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive.
+// Numerics: p and ds are rounded to T before the products, all sums are fp32. dk and dv are rounded once; with parts they
+// are stored in fp32, and another launch adds them in order.
+//
+// G: type of dk and dv, float for parts. EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive.
 #include "attention/sm90_bwd.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
@@ -22,15 +27,15 @@
 
 namespace rtk {
 
-template <typename T, int D, int EXTRAS>
+template <typename T, typename G, int D, int EXTRAS>
 __global__ void __launch_bounds__(384, 1)
     attention_sm90_bwd(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                        const __grid_constant__ ptx::TensorMap v_map, const __grid_constant__ ptx::TensorMap dout_map,
-                       const float* lse, const float* delta, float* dq_sums, T* dk, T* dv, const i32* lengths,
+                       const float* lse, const float* delta, float* dq_sums, G* dk, G* dv, const i32* lengths,
                        const i32* kv_limit, const i32* cu_q, const i32* cu_k, u32* counter, u32* order, i64 batches, i64 heads,
                        i64 heads_per_kv, i64 lq, i64 lkv, i64 padded_rows, i64 d_qk, i64 d_v, i64 dk_batch, i64 dk_row,
                        i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, i64 left, i64 right, i64 heads_together,
-                       i64 together, i64 limit_batch, double scale, double softcap) {
+                       i64 together, i64 ascending, i64 parts, i64 limit_batch, double scale, double softcap) {
     constexpr int BQ = BackwardTile<D>::kQueries, BN = kBackwardKeys, kConsumers = 8, kStages = 2;
     using KTile = Boxed<BN, D>;
     using QTile = Boxed<BQ, D>;
@@ -51,6 +56,7 @@ __global__ void __launch_bounds__(384, 1)
     const Pipeline<kStages> do_pipe{q_pipe.barriers + Pipeline<kStages>::kBytes};
     const ptx::SharedAddress ds_full = do_pipe.barriers + Pipeline<kStages>::kBytes;  // a barrier of each buffer
     const ptx::SharedAddress handover = ds_full + 2 * 8, records = handover + 48;
+    const ptx::SharedAddress in_turn = records + 4 * KeyRecord::kBytes;  // a tile waits for no other one any more
     static_assert(WarpHandover::kBytes <= 48, "records are aligned to 16 bytes");
     auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
@@ -59,6 +65,10 @@ __global__ void __launch_bounds__(384, 1)
     const u32 count = tiles * kv_heads * static_cast<u32>(batches);
     const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
     WarpHandover numbers(memory_at(handover), warp == kConsumers);  // claimed in order, each only when it is needed
+    auto tile_at = [&](u32 index) {
+        return KeyTile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                       static_cast<u32>(together), ascending != 0);
+    };
 
     if (threadIdx.x == 0) {
         kv_pipe.init(1, kConsumers);
@@ -67,6 +77,7 @@ __global__ void __launch_bounds__(384, 1)
         q_pipe.init(1, kConsumers);
         do_pipe.init(1, kConsumers);
         numbers.init(kConsumers + 4);
+        ptx::mbarrier_init(in_turn, 2);
         ptx::leave_undefined(ds_tiles, 2 * DsTile::kBytes);
         ptx::mbarrier_fence_init();
     }
@@ -82,10 +93,10 @@ __global__ void __launch_bounds__(384, 1)
         auto next_tile = [&] {
             numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
             const u32 index = numbers.give([&] {
+                if (taken != 0) ptx::mbarrier_wait(in_turn, (taken - 1) % 2);
                 const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
-                    const KeyTile tile(drawn, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                       static_cast<u32>(together));
+                    const KeyTile tile = tile_at(drawn);
                     const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
                     const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
                     record.put(0, tile.n, tile.head, cu_q == nullptr ? tile.batch : 0, sequence.k_row + tile.n * BN);
@@ -121,7 +132,7 @@ __global__ void __launch_bounds__(384, 1)
                              static_cast<int>(keys.w[2]));
                 ptx::bulk_load(rows_at + state.stage * kStatBytes, from + (head * padded_rows + rows.w[1] + m * BQ), kStatBytes,
                                full);
-                if (++h == static_cast<int>(heads_per_kv)) h = 0, m = tile.query_after(m);
+                tile.advance(m, h);
             }
         };
         if (warp == kConsumers) {  // fetches q
@@ -143,8 +154,9 @@ __global__ void __launch_bounds__(384, 1)
                     const ptx::SharedAddress full = kv_pipe.expect(kv_state, empty ? 0 : 2 * KTile::kBytes);
                     if (!empty) {
                         const Raw<16> keys = tile.keys();
-                        KTile::fetch(k_tile, k_map, full, keys.w[3], keys.w[1], keys.w[2]);
-                        KTile::fetch(v_tile, v_map, full, keys.w[3], keys.w[1], keys.w[2]);
+                        const int head = static_cast<int>(keys.w[1] / static_cast<u32>(parts));
+                        KTile::fetch(k_tile, k_map, full, keys.w[3], head, keys.w[2]);
+                        KTile::fetch(v_tile, v_map, full, keys.w[3], head, keys.w[2]);
                     }
                     fetch(tile, do_pipe, do_tiles, dout_map, delta_rows, delta);
                 }
@@ -157,14 +169,19 @@ __global__ void __launch_bounds__(384, 1)
                 const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
                 if (lane == 0) {
                     int m = static_cast<int>(tile.queries().w[3]), h = 0;
+                    if (tile.queries().w[0] == 0) ptx::mbarrier_arrive(in_turn);
 #pragma unroll 1
                     for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over) {
                         if (uses++ % 2 == buffer) {
                             const PipelineState<1> state{0, (uses - 1) / 2 % 2};
-                            send_dq_tile<D>(tile, m, h, buffer, state, dq_pipes, dq_tile, dq_sums, order, query_tiles, heads_per_kv,
-                                            left, right, together);
+                            const DqPlace<D> place(tile, m, h, order, query_tiles, heads_per_kv, left, right, together);
+                            place.wait();
+                            if (left_over <= 2) ptx::mbarrier_arrive(in_turn);  // the last step of this warp
+                            place.send(buffer, state, dq_pipes, dq_tile, dq_sums);
+                        } else if (left_over == 1 && tile.queries().w[0] == 1) {
+                            ptx::mbarrier_arrive(in_turn);
                         }
-                        if (++h == static_cast<int>(heads_per_kv)) h = 0, m = tile.query_after(m);
+                        tile.advance(m, h);
                     }
                 }
                 __syncwarp();
@@ -197,8 +214,7 @@ __global__ void __launch_bounds__(384, 1)
         if (index >= count) break;
         const PipelineState<1> kv_state{0, taken % 2};
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
-        const KeyTile tile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                   static_cast<u32>(together));
+        const KeyTile tile = tile_at(index);
         const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
         const Mask mask(sequence, left, right);
         const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
@@ -243,7 +259,7 @@ __global__ void __launch_bounds__(384, 1)
                 ptx::fence_async_shared();
                 dq_pipe.commit_warp(dq_state);
             };
-            int m = queries.start, same = static_cast<int>(heads_per_kv);
+            int m = queries.start;
 #pragma unroll 1
             for (int step = 0; step < steps; ++step, ++uses) {
                 const PipelineState<kStages> state{static_cast<int>(uses % kStages), uses / kStages % 2};
@@ -288,8 +304,7 @@ __global__ void __launch_bounds__(384, 1)
                 if ((EXTRAS != 0 && kv_limit != nullptr) || m * BQ < all.first || m * BQ + BQ > all.end) {
                     u32 here = index;
                     ptx::forget(here);  // as below
-                    const KeyTile at(here, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                   static_cast<u32>(together));
+                    const KeyTile at = tile_at(here);
                     const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
@@ -372,10 +387,7 @@ __global__ void __launch_bounds__(384, 1)
                 if (step != 0) send_dq(dq);
                 ptx::wgmma_wait<0>();
                 if (speaks) q_pipe.release(state);
-                if (--same == 0) {
-                    same = static_cast<int>(heads_per_kv);
-                    m = m == queries.last ? queries.first : m + 1;
-                }
+                m = m == queries.last ? queries.first : m + 1;
             }
             float dq[32];
             multiply_dq(dq);
@@ -387,16 +399,15 @@ __global__ void __launch_bounds__(384, 1)
         if (speaks) kv_pipe.release(PipelineState<1>{0, 0});
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above
-        const KeyTile at(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
-                                   static_cast<u32>(together));
+        const KeyTile at = tile_at(index);
         const Sequence own = sequence_at(at.batch, lq, lkv, cu_q, cu_k, nullptr);
         const int rows = own.keys - at.n * BN;
         const i64 first_row = own.k_row + at.n * BN;
         const float by_scale[2] = {static_cast<float>(scale), static_cast<float>(scale)}, as_is[2] = {1.0f, 1.0f};
-        store_rows(dk + at.batch * dk_batch + at.head * dk_head + first_row * dk_row, dk_row, own_row, rows,
-                   static_cast<int>(d_qk), dk_sums, by_scale);
-        store_rows(dv + at.batch * dv_batch + at.head * dv_head + first_row * dv_row, dv_row, own_row, rows,
-                   static_cast<int>(d_v), dv_sums, as_is);
+        store_rows(dk + (at.batch * dk_batch + at.head * dk_head + first_row * dk_row), dk_row, own_row,
+                   rows, static_cast<int>(d_qk), dk_sums, by_scale);
+        store_rows(dv + (at.batch * dv_batch + at.head * dv_head + first_row * dv_row), dv_row, own_row,
+                   rows, static_cast<int>(d_v), dv_sums, as_is);
     }
 }
 

@@ -17,6 +17,9 @@
 // accumulators 64 to 128, plus either s and packed (3/4 BN) or s and dp (BN). This is why dp is issued only after the
 // last product of the previous step.
 //
+// With `parts`, a tile of keys meets one of so many parts of the query heads that share it; dk and dv of a part are
+// stored in fp32, and another launch adds them in order.
+//
 // Numerics: p and ds are rounded to T before the products, all sums are fp32 and rounded once. The bits do not depend
 // on which block takes a tile.
 //
@@ -64,10 +67,10 @@ template <typename T, int DQK, int DV, int BN, int STAGES_V, int PASS, int EXTRA
 __global__ void __launch_bounds__(384, 1)
     attention_sm90_bwd_pass(const __grid_constant__ ptx::TensorMap own_qk_map, const __grid_constant__ ptx::TensorMap own_v_map,
                             const __grid_constant__ ptx::TensorMap met_qk_map, const __grid_constant__ ptx::TensorMap met_v_map,
-                            const float* lse, const float* delta, T* gradient, const i32* lengths, const i32* kv_limit,
+                            const float* lse, const float* delta, void* gradient, const i32* lengths, const i32* kv_limit,
                             const i32* cu_q, const i32* cu_k, u32* counter, i64 batches, i64 heads, i64 heads_per_kv, i64 lq,
                             i64 lkv, i64 padded_rows, i64 columns, i64 gradient_batch, i64 gradient_row, i64 gradient_head,
-                            i64 left, i64 right, i64 heads_together, i64 limit_batch, double scale, double softcap) {
+                            i64 left, i64 right, i64 heads_together, i64 parts, i64 limit_batch, double scale, double softcap) {
     constexpr int kConsumers = 8, kStages = 2, kWidth = PASS == kPassDv ? DV : DQK;
     using OwnQk = Boxed<kPassRows, DQK>;
     using OwnV = Boxed<kPassRows, DV>;
@@ -127,8 +130,9 @@ __global__ void __launch_bounds__(384, 1)
             own_pipe.acquire(own_state);
             if (lane == 0) {
                 const ptx::SharedAddress full = own_pipe.expect(own_state, OwnQk::kBytes + kOwnVBytes);
-                OwnQk::fetch(own_qk, own_qk_map, full, own_row, tile.head, batch);
-                if (PASS != kPassDv) OwnV::fetch(own_v, own_v_map, full, own_row, tile.head, batch);
+                const int head = PASS == kPassDq ? tile.head : tile.head / static_cast<int>(parts);
+                OwnQk::fetch(own_qk, own_qk_map, full, own_row, head, batch);
+                if (PASS != kPassDv) OwnV::fetch(own_v, own_v_map, full, own_row, head, batch);
             }
 #pragma unroll 1
             for (int h = 0; h < met_heads; ++h) {
@@ -362,8 +366,12 @@ __global__ void __launch_bounds__(384, 1)
         const int exist = (PASS == kPassDq ? rows.lq : rows.keys) - at.row0;
         const i64 first_row = (PASS == kPassDq ? rows.q_row : rows.k_row) + at.row0;
         const float by = PASS == kPassDv ? 1.0f : static_cast<float>(scale), times[2] = {by, by};
-        store_rows(gradient + at.batch * gradient_batch + at.head * gradient_head + first_row * gradient_row, gradient_row,
-                   own_row, exist, static_cast<int>(columns), sums, times);
+        const i64 to = at.batch * gradient_batch + at.head * gradient_head + first_row * gradient_row;
+        if (PASS != kPassDq && parts > 1) {
+            store_rows(static_cast<float*>(gradient) + to, gradient_row, own_row, exist, static_cast<int>(columns), sums, times);
+        } else {
+            store_rows(static_cast<T*>(gradient) + to, gradient_row, own_row, exist, static_cast<int>(columns), sums, times);
+        }
     }
     if (group == 0) wait_for_cores();  // the turn that the other warpgroup has passed on
 }

@@ -4,6 +4,8 @@
 //                         delta = sum of dout * out - dlse, in padded order (sm90_bwd.cuh); padding is +inf and 0. Half a
 //                         warp per row.
 //   attention_bwd_dq      dq = scale * sums, rounded once; 0 for queries that no key tile meets. One block per tile.
+//   attention_bwd_parts   dk or dv = the sum of `parts` fp32 parts [heads * parts, rows, width], in order, rounded once. A
+//                         thread per 8 columns.
 //   attention_bwd_sinks   dsinks[h] = -sum over queries of exp(sinks[h] - lse) * delta. One block per head. Padded rows that
 //                         belong to no sequence were never written and are not read.
 #include "attention/sm90_bwd.cuh"
@@ -76,6 +78,27 @@ __global__ void __launch_bounds__(256)
     const float times[2] = {static_cast<float>(scale), static_cast<float>(scale)};
     store_rows(dq + batch * dq_batch + head * dq_head + (sequence.q_row + m * BQ) * dq_row + column, dq_row, row,
                sequence.lq - m * BQ, static_cast<int>(d_qk) - column, sums, times);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    attention_bwd_parts(const float* from, T* to, i64 parts, i64 rows, i64 length, i64 width, i64 batch_step, i64 row_step,
+                        i64 head_step) {
+    const u32 vectors = static_cast<u32>(width / 8);
+    const i64 index = blockIdx.x * 256ll + threadIdx.x;
+    const i64 row = index / vectors;
+    if (row >= rows) return;
+    const u32 column = static_cast<u32>(index - row * vectors) * 8;
+    const float* part = from + (blockIdx.y * parts * rows + row) * width + column;
+    float sum[8] = {};
+    for (i64 i = 0; i < parts; ++i, part += rows * width) {
+        float x[8];
+        load_keep<float, 8>(part, x);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum[k] += x[k];
+    }
+    const i64 batch = row / length;
+    store<T, 8>(to + batch * batch_step + (row - batch * length) * row_step + blockIdx.y * head_step + column, sum);
 }
 
 template <typename T>

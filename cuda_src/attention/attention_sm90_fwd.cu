@@ -14,7 +14,7 @@
 //
 // EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then
 // computed element by element.
-#include "attention/sm90_tile.cuh"
+#include "attention/sm90_forward.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (group + 1) % kGroups, 256); };
     if (group == kGroups - 1) pass_cores();
 
-    PipelineState<1> q_state;
-    PipelineState<kStages> k_state, v_state;
+    ConsumerStates<kStages> pipe_states;
     for (u32 index; (index = source.draw()) < count;) {
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
@@ -168,53 +167,9 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
 
         if (!own.any.empty()) {
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
-            const ptx::SharedAddress own_q = q_tile + group * 64 * kTileRow;
-            u32 p[BN / 16][4];
-            float s[BN / 2], correction[2];
-            q_pipe.wait(q_state);
-            k_pipe.wait(k_state);
-            wait_for_cores();
-            ptx::wgmma_fence();
-            multiply_rows<T, BM, BN, DQK>(s, own_q, k_tiles + k_state.stage * KTile::kBytes);
-            ptx::wgmma_commit();
-            pass_cores();
-            ptx::wgmma_wait<0>();
-            if (speaks) k_pipe.release(k_state);
-            k_state.advance();
-            to_probabilities(s, last, correction);
-            pack_rows<T>(p, s);
-#pragma unroll 1
-            for (int n = last - 1; n >= first; --n) {
-                k_pipe.wait(k_state);
-                wait_for_cores();
-                ptx::wgmma_fence();
-                multiply_rows<T, BM, BN, DQK>(s, own_q, k_tiles + k_state.stage * KTile::kBytes);
-                ptx::wgmma_commit();
-                v_pipe.wait(v_state);
-                ptx::wgmma_fence();
-                multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * VTile::kBytes, true);
-                ptx::wgmma_commit();
-                pass_cores();
-                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras need the registers of p
-                if (speaks) k_pipe.release(k_state);
-                k_state.advance();
-                to_probabilities(s, n, correction);
-                ptx::wgmma_wait<0>();
-                if (speaks) v_pipe.release(v_state);
-                v_state.advance();
-#pragma unroll
-                for (int j = 0; j < DV / 2; ++j) o[j] *= correction[j / 2 % 2];
-                pack_rows<T>(p, s);
-            }
-            if (speaks) q_pipe.release(q_state);
-            q_state.advance();
-            v_pipe.wait(v_state);
-            ptx::wgmma_fence();
-            multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * VTile::kBytes, true);
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<0>();
-            if (speaks) v_pipe.release(v_state);
-            v_state.advance();
+            multiply_tiles<T, QTile, KTile, VTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe}, pipe_states,
+                                                                q_tile + group * 64 * kTileRow, k_tiles, v_tiles, first, last,
+                                                                wait_for_cores, pass_cores, to_probabilities);
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above

@@ -8,7 +8,7 @@
 //
 // EXTRAS: 1 for a soft cap.
 #include "attention/paged_rows.cuh"
-#include "attention/sm90_tile.cuh"
+#include "attention/sm90_forward.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
@@ -41,34 +41,6 @@ struct PageBox {
         __syncwarp();
     }
 };
-
-// Stores accumulator rows as store_rows of sm90_tile.cuh, each at an address of its own; null: no such row.
-template <typename T, int N>
-RTK_DEVICE void store_rows_at(T* const (&to)[2], int columns, const float (&d)[N], const float (&times)[2]) {
-    static_assert(N % 16 == 0, "32 columns at a time");
-    const int t = static_cast<int>(threadIdx.x) % 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int j = 0; j < N / 4; j += 4) {
-            u32 w[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                w[i] = packed_pair<T>(d[4 * (j + i) + 2 * r] * times[r], d[4 * (j + i) + 2 * r + 1] * times[r]);
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                const u32 got = __shfl_xor_sync(0xffffffffu, t & 1 ? w[i] : w[i + 1], 1);
-                (t & 1 ? w[i] : w[i + 1]) = got;
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 got = __shfl_xor_sync(0xffffffffu, t & 2 ? w[i] : w[i + 2], 2);
-                (t & 2 ? w[i] : w[i + 2]) = got;
-            }
-            if (to[r] != nullptr && 8 * (j + t) < columns) ptx::st<16>(to[r] + 8 * (j + t), Raw<16>{{w[0], w[1], w[2], w[3]}});
-        }
-    }
-}
 
 template <typename T, int D, int BN, int EXTRAS>
 __global__ void __launch_bounds__(384, 1)
@@ -180,8 +152,7 @@ __global__ void __launch_bounds__(384, 1)
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (wg + 1) % kGroups, 256); };
     if (wg == kGroups - 1) pass_cores();
 
-    PipelineState<1> q_state;
-    PipelineState<kStages> k_state, v_state;
+    ConsumerStates<kStages> pipe_states;
     for (u32 index; (index = source.draw()) < count;) {
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const PagedBlock own = block_at(position(index).m);
@@ -208,53 +179,9 @@ __global__ void __launch_bounds__(384, 1)
 
         if (!own.any.empty()) {
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
-            const ptx::SharedAddress own_q = q_tile + wg * 64 * kTileRow;
-            u32 p[BN / 16][4];
-            float s[BN / 2], correction[2];
-            q_pipe.wait(q_state);
-            k_pipe.wait(k_state);
-            wait_for_cores();
-            ptx::wgmma_fence();
-            multiply_rows<T, BM, BN, D>(s, own_q, k_tiles + k_state.stage * KeyTile::kBytes);
-            ptx::wgmma_commit();
-            pass_cores();
-            ptx::wgmma_wait<0>();
-            if (speaks) k_pipe.release(k_state);
-            k_state.advance();
-            to_probabilities(s, last, correction);
-            pack_rows<T>(p, s);
-#pragma unroll 1
-            for (int n = last - 1; n >= first; --n) {
-                k_pipe.wait(k_state);
-                wait_for_cores();
-                ptx::wgmma_fence();
-                multiply_rows<T, BM, BN, D>(s, own_q, k_tiles + k_state.stage * KeyTile::kBytes);
-                ptx::wgmma_commit();
-                v_pipe.wait(v_state);
-                ptx::wgmma_fence();
-                multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * KeyTile::kBytes, true);
-                ptx::wgmma_commit();
-                pass_cores();
-                ptx::wgmma_wait<EXTRAS != 0 ? 0 : 1>();  // extras need the registers of p
-                if (speaks) k_pipe.release(k_state);
-                k_state.advance();
-                to_probabilities(s, n, correction);
-                ptx::wgmma_wait<0>();
-                if (speaks) v_pipe.release(v_state);
-                v_state.advance();
-#pragma unroll
-                for (int j = 0; j < D / 2; ++j) o[j] *= correction[j / 2 % 2];
-                pack_rows<T>(p, s);
-            }
-            if (speaks) q_pipe.release(q_state);
-            q_state.advance();
-            v_pipe.wait(v_state);
-            ptx::wgmma_fence();
-            multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * KeyTile::kBytes, true);
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<0>();
-            if (speaks) v_pipe.release(v_state);
-            v_state.advance();
+            multiply_tiles<T, QTile, KeyTile, KeyTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe}, pipe_states,
+                                                                    q_tile + wg * 64 * kTileRow, k_tiles, v_tiles, first, last,
+                                                                    wait_for_cores, pass_cores, to_probabilities);
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above

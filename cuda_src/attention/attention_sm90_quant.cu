@@ -15,7 +15,8 @@
 // 8-bit values (codes [d_v, keys], scales per column and 64 keys): probabilities become a left operand without shuffles
 // because the keys of a tile are stored in a permuted order (KeyOrder). TMA writes them in that order: four
 // neighbouring keys form one dimension of the tensor map, and each half of the tile takes two of them; so the number of
-// rows of k is a multiple of 4. Each product over 64 keys starts from zero and is scaled and added in fp32.
+// rows of k is a multiple of 4. Each product over 64 keys starts from zero and is scaled and added in fp32, unless all keys
+// share the scales of values (kValuesWhole): then tensor cores add to the sums, in the order of 16-bit values.
 #include "attention/coded_softmax.cuh"
 #include "attention/sm90_codes.cuh"
 #include "attention/sm90_tile.cuh"
@@ -27,7 +28,7 @@
 
 namespace rtk {
 
-template <typename T, int QK, int PV, int D>
+template <typename T, int QK, int PV, int DQK, int D>
 __global__ void __launch_bounds__(384, 1)
     attention_sm90_quant(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                          const __grid_constant__ ptx::TensorMap v_map, const float* scale_q, const float* scale_k,
@@ -36,15 +37,16 @@ __global__ void __launch_bounds__(384, 1)
                          i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 sq_batch, i64 sq_head, i64 sq_shift,
                          i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left, i64 right,
                          i64 heads_together, i64 out_fp16, double scale) {
-    constexpr bool kCodes = PV != kValues16;
-    constexpr int BM = 128, BN = 128, kConsumers = 8, kStages = kCodes ? 4 : 3, kHalf = 64;  // kHalf: keys that share scales of values
-    constexpr int kProducerRegisters = kCodes ? 56 : 40, kConsumerRegisters = kCodes ? 224 : 232;
-    using Score = ScoreProduct<QK, !kCodes>;
+    constexpr bool kCodes = PV != kValues16, kDirect = PV == kValues16 || PV == kValuesWhole;
+    constexpr int kBoxes = (DQK + 127) / 128;  // of 128 columns of q and k
+    constexpr int BM = 128, BN = 128, kConsumers = 8, kStages = !kDirect ? 4 : DQK > 128 ? 2 : 3, kHalf = 64;  // kHalf: keys that share scales of values
+    constexpr int kProducerRegisters = kDirect ? 40 : 56, kConsumerRegisters = kDirect ? 232 : 224;
+    using Score = ScoreProduct<QK, kDirect>;
     using Order = KeyOrder<kCodes>;
     using VTile = Boxed<BN, D>;
-    constexpr u32 kRowBytes = kTileRow, kQBytes = BM * kRowBytes, kKBytes = BN * kRowBytes;
+    constexpr u32 kRowBytes = kTileRow, kQBytes = kBoxes * BM * kRowBytes, kKBytes = kBoxes * BN * kRowBytes;
     constexpr u32 kVBytes = kCodes ? D * kRowBytes : VTile::kBytes;
-    constexpr u32 kKeyScales = BN * 4, kValueScales = kCodes ? 2 * D * 4 : 0;  // bytes of a stage
+    constexpr u32 kKeyScales = BN * 4, kValueScales = kDirect ? 0 : 2 * D * 4;  // bytes of a stage
     extern __shared__ u8 memory[];
     const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress k_tiles = q_tile + kQBytes, v_tiles = k_tiles + kStages * kKBytes;
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         q_pipe.init(1, kConsumers);
         k_pipe.init(1 + kWarp, kConsumers);
-        v_pipe.init(kCodes ? 1 + kWarp : 1, kConsumers);
+        v_pipe.init(kDirect ? 1 : 1 + kWarp, kConsumers);
         ptx::mbarrier_init(patch, 1);
         source.handover.init(kConsumers + 1);
         ptx::mbarrier_fence_init();
@@ -90,20 +92,29 @@ __global__ void __launch_bounds__(384, 1)
             const int first = any.first / BN, last = (any.end - 1) / BN;
 
             q_pipe.acquire(q_state);
-            if (lane == 0)
-                ptx::tma_load_4d(q_tile, q_map, q_pipe.expect(q_state, kQBytes), 0, sequence.q_row + tile.m * BM, tile.head, batch);
+            if (lane == 0) {
+                const ptx::SharedAddress full = q_pipe.expect(q_state, kQBytes);
+#pragma unroll
+                for (int i = 0; i < kBoxes; ++i)
+                    ptx::tma_load_4d(q_tile + i * BM * kRowBytes, q_map, full, 128 * i, sequence.q_row + tile.m * BM, tile.head, batch);
+            }
             q_state.advance();
             auto fetch_keys = [&](int n) {
                 k_pipe.acquire(k_state);
                 const ptx::SharedAddress to = k_tiles + k_state.stage * kKBytes;
                 if (lane == 0) {
                     const ptx::SharedAddress full = k_pipe.expect(k_state, kKBytes);
-                    if constexpr (kCodes) {
 #pragma unroll
-                        for (int half = 0; half < 2; ++half)
-                            ptx::tma_load_5d(to + half * (kKBytes / 2), k_map, full, 0, 2 * half, n * (BN / 4), kv_head, batch);
-                    } else {
-                        ptx::tma_load_4d(to, k_map, full, 0, sequence.k_row + n * BN, kv_head, batch);
+                    for (int i = 0; i < kBoxes; ++i) {
+                        const ptx::SharedAddress box = to + i * BN * kRowBytes;
+                        if constexpr (kCodes) {
+#pragma unroll
+                            for (int half = 0; half < 2; ++half)
+                                ptx::tma_load_5d(box + half * (BN * kRowBytes / 2), k_map, full, 128 * i, 2 * half, n * (BN / 4),
+                                                 kv_head, batch);
+                        } else {
+                            ptx::tma_load_4d(box, k_map, full, 128 * i, sequence.k_row + n * BN, kv_head, batch);
+                        }
                     }
                 }
                 const float* const from = scale_k + tile.batch * sk_batch + kv_head * sk_head + sequence.k_row;
@@ -136,12 +147,14 @@ __global__ void __launch_bounds__(384, 1)
                     } else if (lane == 0) {
                         ptx::tma_load_4d(to, v_map, v_pipe.expect(v_state, kVBytes), n * BN, 0, kv_head, batch);
                     }
-                    const float* const from = scale_v + tile.batch * sv_batch + kv_head * sv_head;
-                    for (int i = lane; i < 2 * D; i += kWarp)
-                        ptx::cp_async_4_or_zero(value_scales + v_state.stage * kValueScales + 4 * i,
-                                                from + (2 * n + i / D) * sv_block + i % D,
-                                                i % D < d_v && n * BN + i / D * kHalf < sequence.keys);
-                    ptx::cp_async_arrive(v_pipe.full(v_state));
+                    if constexpr (!kDirect) {
+                        const float* const from = scale_v + tile.batch * sv_batch + kv_head * sv_head;
+                        for (int i = lane; i < 2 * D; i += kWarp)
+                            ptx::cp_async_4_or_zero(value_scales + v_state.stage * kValueScales + 4 * i,
+                                                    from + (2 * n + i / D) * sv_block + i % D,
+                                                    i % D < d_v && n * BN + i / D * kHalf < sequence.keys);
+                        ptx::cp_async_arrive(v_pipe.full(v_state));
+                    }
                 } else if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
                     VTile::fetch_some(to, v_map, patch, patched, sequence.k_row + n * BN, kv_head, batch, sequence.keys - n * BN);
                     v_pipe.commit_warp(v_state);
@@ -160,7 +173,7 @@ __global__ void __launch_bounds__(384, 1)
     const bool speaks = lane == 0;
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(2 - group, 256); };
-    if (!kCodes && group == 1) pass_cores();
+    if (kDirect && group == 1) pass_cores();
 
     PipelineState<1> q_state;
     PipelineState<kStages> k_state, v_state;
@@ -191,9 +204,11 @@ __global__ void __launch_bounds__(384, 1)
         auto multiply_keys = [&] {
             const u64 a = k_major_descriptor(own_q), b = k_major_descriptor(k_tiles + k_state.stage * kKBytes);
 #pragma unroll
-            for (int step = 0; step < D / 32; ++step)
+            for (int step = 0; step < DQK / 32; ++step) {
+                const u64 box = step / 4, at = step % 4 * kNextKMajor;
                 ptx::wgmma_typed<typename Score::Code, typename Score::Code, false, false>(
-                    sums, a + step * kNextKMajor, b + step * kNextKMajor, Score::kShifted || step != 0);
+                    sums, a + box * (BM * kRowBytes >> 4) + at, b + box * (BN * kRowBytes >> 4) + at, Score::kShifted || step != 0);
+            }
         };
         auto clear = [&] {
             if constexpr (Score::kShifted) {
@@ -261,10 +276,21 @@ __global__ void __launch_bounds__(384, 1)
             v_state.advance();
         };
 
+        // Adds the product of probabilities and values to o.
+        auto multiply_values = [&] {
+            if constexpr (PV == kValuesWhole) {
+                const u64 b = k_major_descriptor(v_tiles + v_state.stage * kVBytes);
+#pragma unroll
+                for (int step = 0; step < BN / 32; ++step) ValueProduct<PV>::multiply(o, p[step], b + step * kNextKMajor, true);
+            } else if constexpr (PV == kValues16) {
+                multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * kVBytes, true);
+            }
+        };
+
         if (!own.any.empty()) {
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
             q_pipe.wait(q_state);
-            if constexpr (kCodes) {
+            if constexpr (!kDirect) {
                 using Product = ValueProduct<PV>;
                 typename Product::Sum part[D / 2];
                 auto multiply_half = [&](int half) {
@@ -332,7 +358,7 @@ __global__ void __launch_bounds__(384, 1)
                     ptx::wgmma_commit();
                     v_pipe.wait(v_state);
                     ptx::wgmma_fence();
-                    multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * kVBytes, true);
+                    multiply_values();
                     ptx::wgmma_commit();
                     pass_cores();
                     ptx::wgmma_wait<1>();
@@ -345,7 +371,7 @@ __global__ void __launch_bounds__(384, 1)
                 }
                 v_pipe.wait(v_state);
                 ptx::wgmma_fence();
-                multiply_packed<T, BN>(o, p, v_tiles + v_state.stage * kVBytes, true);
+                multiply_values();
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<0>();
                 release_values();
@@ -362,6 +388,16 @@ __global__ void __launch_bounds__(384, 1)
         const i64 first_row = rows.q_row + at.m * BM;
         float times[2], row_lse[2];
         state.finish(factor, negative_infinity(), times, row_lse);
+        if constexpr (PV == kValuesWhole) {
+            const float* const scales = scale_v + at.batch * sv_batch + at.head / heads_per_kv * sv_head + 2 * t;
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const float by = 8 * j < d_v ? scales[8 * j + c] : 0.0f;
+                    o[4 * j + c] *= by, o[4 * j + 2 + c] *= by;
+                }
+        }
         const i64 first_out = at.batch * out_batch + at.head * out_head + first_row * out_row;
         if (kCodes && out_fp16 != 0) {
             store_rows(static_cast<fp16*>(out) + first_out, out_row, own_row, exist, static_cast<int>(d_v), o, times);
@@ -373,7 +409,7 @@ __global__ void __launch_bounds__(384, 1)
         for (int r = 0; r < 2; ++r)
             if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r] - (kCodes ? logf(ProbabilityCodes<PV>::kLargest) : 0.0f);
     }
-    if (!kCodes && group == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
+    if (kDirect && group == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
 }
 
 }  // namespace rtk

@@ -7,11 +7,12 @@ namespace rtk {
 
 inline constexpr int kInt8 = 0, kE4m3 = 1;                             // of q and k
 inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;  // of v, and of probabilities (u8 for int8)
+inline constexpr int kValuesWhole = 3;  // e4m3 with a scale per column, not per 64 keys
 
 template <int PV>
 struct ProbabilityCodes {
-    static constexpr float kLargest = PV == kValuesE4m3 ? 448.0f : 255.0f;
-    static constexpr float kLog2 = PV == kValuesE4m3 ? 8.807354922057604f : 7.994353436858858f;
+    static constexpr float kLargest = PV != kValuesInt8 ? 448.0f : 255.0f;
+    static constexpr float kLog2 = PV != kValuesInt8 ? 8.807354922057604f : 7.994353436858858f;
     static constexpr float kShift = 8388608.0f;  // adding 2^23 rounds to an integer, which is in the low bits
 
     // Turns scores of two rows (softmax_state.cuh), a score counting as 2^(factor[r] * s), into probabilities as pack()
@@ -50,7 +51,7 @@ struct ProbabilityCodes {
 
     // Packs four probabilities as codes.
     RTK_DEVICE static u32 pack(float a, float b, float c, float d) {
-        if constexpr (PV == kValuesE4m3) {
+        if constexpr (PV != kValuesInt8) {
             return to_fp8x2<e4m3>(a, b) | to_fp8x2<e4m3>(c, d) << 16;
         } else {
             const u32 low = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);

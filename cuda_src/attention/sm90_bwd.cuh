@@ -35,19 +35,22 @@ struct BackwardTile {
 // with a diagonal they start there. Why this cannot deadlock:
 // 1. Key tiles are claimed in the order of their numbers (KeyTile), so those with smaller numbers have begun.
 // 2. A tile waits for tiles of earlier chunks, which have smaller numbers, and for some of its own chunk.
-// 3. Under a mask the latter are the tiles behind it, which have smaller numbers, too.
-// 4. Without one they are those that meet the same queries at an earlier step of their own (QueryOrder::before). All
+// 3. Under a mask the latter are the tiles behind it. They have smaller numbers, too, unless the longest tiles of a chunk
+//    come first (`ascending`); then, and without a mask, 4 holds.
+// 4. Without a mask they are those that meet the same queries at an earlier step of their own (QueryOrder::before). All
 //    tiles of a chunk run at the same time: there are no more of them than blocks, and all blocks are resident because
-//    the launch is cooperative (unless a chunk is one tile). So the tile with the fewest steps waits for none of its chunk.
+//    the launch is cooperative (unless a chunk is one tile). So the tile with the fewest steps, or the last one of a
+//    chunk under a mask, waits for none of its chunk. A block claims its next tile only when the last one waits for none
+//    any more, so no tile is queued behind one that waits for it.
 // 5. Hence some tile of the first unfinished chunk always makes progress.
 
 // Number `index` of the key tiles: `heads_together` heads share L2; of these, the first `together` key tiles of each
-// head come first, the last one of a chunk before the others: with a diagonal, a tile waits for those behind it in its
-// chunk.
+// head come first, the last one of a chunk before the others unless `ascending`: with a diagonal, a tile waits for those
+// behind it in its chunk.
 struct KeyTile {
     int n, head, batch;
 
-    RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, u32 together) {
+    RTK_DEVICE KeyTile(u32 index, u32 tiles, u32 heads, u32 batches, u32 heads_together, u32 together, bool ascending) {
         u32 band = index / (heads_together * tiles);
         ptx::forget(band);  // one division after the other: interleaved they need more registers
         const u32 first = band * heads_together, here = min(heads_together, heads * batches - first);
@@ -58,7 +61,8 @@ struct KeyTile {
         u32 step = left / size;
         ptx::forget(step);
         const u32 which = first + step;
-        n = static_cast<int>(chunk * together + size - 1 - (left - step * size));
+        left -= step * size;
+        n = static_cast<int>(chunk * together + (ascending ? left : size - 1 - left));
         batch = static_cast<int>(which / heads);
         head = static_cast<int>(which - batch * heads);
     }
@@ -107,53 +111,67 @@ struct KeyRecord {
     RTK_DEVICE Raw<16> rows() const { return ptx::ld_shared_16(at + 16); }     // row of q, padded row, queries, keys
     RTK_DEVICE Raw<16> queries() const { return ptx::ld_shared_16(at + 32); }  // steps, first, last, start
 
-    RTK_DEVICE int query_after(int m) const {
+    // From a query tile to the next one; after the last one, to the next head.
+    RTK_DEVICE void advance(int& m, int& h) const {
         const Raw<16> met = queries();
-        return m == static_cast<int>(met.w[2]) ? static_cast<int>(met.w[1]) : m + 1;
+        m = m == static_cast<int>(met.w[2]) ? static_cast<int>(met.w[1]) : m + 1;
+        if (m == static_cast<int>(met.w[3])) ++h;
     }
 };
 
-// Called by one thread: adds dq of query tile m, for the h-th head that shares a key tile, to the sums in global memory
-// once the key tiles before this one have been added. dq is in two halves, one per warpgroup, in buffer `buffer` of
-// two.
+// Where one thread adds dq of query tile m, for the h-th head that shares a key tile, to the sums in global memory.
 template <int D>
-RTK_DEVICE void send_dq_tile(const KeyRecord& tile, int m, int h, u32 buffer, const PipelineState<1>& state,
-                             ptx::SharedAddress dq_pipes, ptx::SharedAddress dq_tile, float* dq_sums, u32* order, u32 query_tiles,
-                             i64 heads_per_kv, i64 left, i64 right, i64 together) {
-    constexpr int BQ = BackwardTile<D>::kQueries;
-    constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
-    const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
-    const Sequence sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])};
-    const Mask mask(sequence, left, right);
-    const int n = static_cast<int>(keys.w[0]);
-    const QueryOrder<BQ> met(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]), n, static_cast<int>(together));
-    const u32 before = met.before(mask, n, m);
-    const u32 head = keys.w[1] * static_cast<u32>(heads_per_kv) + h;
-    const u32 place = head * query_tiles + rows.w[1] / BQ + m;
-    if (before != 0) {
-        while (ptx::ld_word_acquire(order + place) != before) {
+struct DqPlace {
+    static constexpr int BQ = BackwardTile<D>::kQueries;
+    static constexpr u32 kSumBytes = BackwardTile<D>::kSumBytes, kHalfBytes = kSumBytes / 2;
+    u32 place, before;
+    u32* count;
+
+    RTK_DEVICE DqPlace(const KeyRecord& tile, int m, int h, u32* order, u32 query_tiles, i64 heads_per_kv, i64 left, i64 right,
+                       i64 together) {
+        const Raw<16> keys = tile.keys(), rows = tile.rows(), queries = tile.queries();
+        const Sequence sequence{0, 0, static_cast<int>(rows.w[2]), static_cast<int>(rows.w[3])};
+        const Mask mask(sequence, left, right);
+        const int n = static_cast<int>(keys.w[0]);
+        const QueryOrder<BQ> met(mask, static_cast<int>(queries.w[1]), static_cast<int>(queries.w[2]), n,
+                                 static_cast<int>(together));
+        before = met.before(mask, n, m);
+        const u32 head = keys.w[1] * static_cast<u32>(heads_per_kv) + h;
+        place = head * query_tiles + rows.w[1] / BQ + m;
+        count = order + place;
+    }
+
+    // Waits until the key tiles before this one have been added.
+    RTK_DEVICE void wait() const {
+        if (before == 0) return;
+        while (ptx::ld_word_acquire(count) != before) {
         }
         ptx::fence_async_global();
     }
+
+    // dq is in two halves, one per warpgroup, in buffer `buffer` of two.
+    RTK_DEVICE void send(u32 buffer, const PipelineState<1>& state, ptx::SharedAddress dq_pipes, ptx::SharedAddress dq_tile,
+                         float* dq_sums) const {
 #pragma unroll 1
-    for (u32 half = 0; half < 2; ++half) {
-        const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
-        const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
-        u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
-        pipe.wait(state);
-        if (before == 0) {
-            ptx::bulk_store(to, from, kHalfBytes);
-        } else {
-            ptx::bulk_add(to, from, kHalfBytes);
+        for (u32 half = 0; half < 2; ++half) {
+            const Pipeline<1> pipe{dq_pipes + (2 * buffer + half) * Pipeline<1>::kBytes};
+            const ptx::SharedAddress from = dq_tile + (2 * buffer + half) * kHalfBytes;
+            u8* const to = reinterpret_cast<u8*>(dq_sums) + static_cast<i64>(place) * kSumBytes + half * kHalfBytes;
+            pipe.wait(state);
+            if (before == 0) {
+                ptx::bulk_store(to, from, kHalfBytes);
+            } else {
+                ptx::bulk_add(to, from, kHalfBytes);
+            }
+            ptx::bulk_store_commit();
+            ptx::bulk_store_wait_read();
+            pipe.release(state);
         }
-        ptx::bulk_store_commit();
-        ptx::bulk_store_wait_read();
-        pipe.release(state);
+        ptx::bulk_store_wait();
+        ptx::fence_async_global();
+        __threadfence();
+        atomicAdd(count, 1u);
     }
-    ptx::bulk_store_wait();
-    ptx::fence_async_global();
-    __threadfence();
-    atomicAdd(order + place, 1u);
-}
+};
 
 }  // namespace rtk

@@ -37,18 +37,18 @@ struct ScoreProduct<kE4m3, SHIFTED> {
 
 template <int PV>
 struct ValueProduct {
-    using Sum = i32;
-    template <int N>
-    RTK_DEVICE static void multiply(i32 (&d)[N], const u32 (&a)[4], u64 b, bool add) {
-        ptx::wgmma_rs_u8_s8(d, a, b, add);
-    }
-};
-template <>
-struct ValueProduct<kValuesE4m3> {
     using Sum = float;
     template <int N>
     RTK_DEVICE static void multiply(float (&d)[N], const u32 (&a)[4], u64 b, bool add) {
         ptx::wgmma_rs_e4m3(d, a, b, add);
+    }
+};
+template <>
+struct ValueProduct<kValuesInt8> {
+    using Sum = i32;
+    template <int N>
+    RTK_DEVICE static void multiply(i32 (&d)[N], const u32 (&a)[4], u64 b, bool add) {
+        ptx::wgmma_rs_u8_s8(d, a, b, add);
     }
 };
 

@@ -18,6 +18,7 @@ namespace rtk {
 template <int R, int D>
 struct Boxed {
     static_assert(R % 8 == 0, "whole groups of 8 rows");
+    static constexpr int kRows = R, kColumns = D;
     static constexpr int kBoxes = (D + 63) / 64;
     static constexpr u32 kBoxBytes = R * kTileRow, kBytes = kBoxes * kBoxBytes;
 
@@ -77,16 +78,15 @@ RTK_DEVICE void pack_rows(u32 (&to)[N / 8][4], const float (&s)[N]) {
         for (int i = 0; i < 4; ++i) to[k][i] = packed_pair<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
-// Stores accumulator rows: this thread's rows `row` and `row` + 8 if they exist (`rows`), times times[r], rounded, and
-// the first `columns` columns, a multiple of 8. The four lanes of a quad exchange pairs until each has 8 neighbours, 16
-// bytes. `to` is row 0; it and `stride` are 16-byte aligned. All lanes of a warp must call this.
+// Stores two accumulator rows of this thread, each at an address of its own (null: no such row), times times[r], rounded,
+// and the first `columns` columns, a multiple of 8. The four lanes of a quad exchange pairs until each has 8 neighbours,
+// 16 bytes; addresses are aligned to that. All lanes of a warp must call this.
 template <typename T, int N>
-RTK_DEVICE void store_rows(T* to, i64 stride, int row, int rows, int columns, const float (&d)[N], const float (&times)[2]) {
+RTK_DEVICE void store_rows_at(T* const (&to)[2], int columns, const float (&d)[N], const float (&times)[2]) {
     static_assert(N % 16 == 0, "32 columns at a time");
     const int t = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        T* p = to + (row + 8 * r) * stride + 8 * t;
 #pragma unroll
         for (int j = 0; j < N / 4; j += 4) {
             u32 w[4];
@@ -103,9 +103,29 @@ RTK_DEVICE void store_rows(T* to, i64 stride, int row, int rows, int columns, co
                 const u32 got = __shfl_xor_sync(0xffffffffu, t & 2 ? w[i] : w[i + 2], 2);
                 (t & 2 ? w[i] : w[i + 2]) = got;
             }
-            if (row + 8 * r < rows && 8 * (j + t) < columns) ptx::st<16>(p + 8 * j, Raw<16>{{w[0], w[1], w[2], w[3]}});
+            if (to[r] != nullptr && 8 * (j + t) < columns) ptx::st<16>(to[r] + 8 * (j + t), Raw<16>{{w[0], w[1], w[2], w[3]}});
         }
     }
+}
+
+// The same for rows `row` and `row` + 8 of those from `to` on, of which `rows` exist.
+template <typename T, int N>
+RTK_DEVICE void store_rows(T* to, i64 stride, int row, int rows, int columns, const float (&d)[N], const float (&times)[2]) {
+    T* const both[2] = {row < rows ? to + row * stride : nullptr, row + 8 < rows ? to + (row + 8) * stride : nullptr};
+    store_rows_at<T>(both, columns, d, times);
+}
+
+// The same, not rounded: parts of sums.
+template <int N>
+RTK_DEVICE void store_rows(float* to, i64 stride, int row, int rows, int columns, const float (&d)[N], const float (&times)[2]) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j)
+            if (row + 8 * r < rows && 8 * j < columns)
+                *reinterpret_cast<float2*>(to + (row + 8 * r) * stride + 8 * j + 2 * t) =
+                    make_float2(d[4 * j + 2 * r] * times[r], d[4 * j + 2 * r + 1] * times[r]);
 }
 
 // An element of a bias: kind 1 bf16, 2 fp16, 3 fp32.

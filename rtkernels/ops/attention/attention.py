@@ -136,7 +136,8 @@ def _plan_backward(dout: Meta, dlse: Meta | None, out: Meta, given: Forward, nee
     problem = problem_of(
         given, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants, dq=dq, dk=dk, dv=dv
     )
-    copies = copies_of_heads(problem, device_info(device).sm_count)
+    info = device_info(device)
+    copies = 1 if backends.splits_heads(problem, given.backend, info) else copies_of_heads(problem, info.sm_count)
     if copies > 1:
         return Steps(instead=partial(backward_of_copies, BACKWARD.launch, copies))
     return backends.backward(problem, given.backend, device)

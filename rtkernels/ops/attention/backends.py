@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import decode_plan, mma_plan, sm90_plan
+from rtkernels.ops.attention import decode_plan, mma_plan, sm90_backward_order, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.ops.shared.backend import Backend, Backends
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -32,6 +32,12 @@ TAIL = Kernel(
     variants=[("bf16",), ("fp16",)],
 )  # fmt: skip
 KERNELS = (TAIL, *ATTENTION.kernels)
+
+
+def splits_heads(problem: Attention, name: str, info: DeviceInfo) -> bool:
+    """Return whether the backward pass of a problem splits the query heads that share keys by itself."""
+    chosen = ATTENTION.choose(problem._replace(backward=True), info, name).backend
+    return chosen is not None and chosen.name == "sm90" and sm90_backward_order.splits_heads(problem)
 
 
 def _tail(problem: Attention, name: str, strides: Strides, keys: bool, lse: bool, device: int) -> Step:

@@ -23,8 +23,10 @@ from rtkernels.runtime.targets import Target
 _TOKENS = ("bf16", "fp16")
 _WIDTHS = (64, 128)
 MAX_WIDTH = _WIDTHS[-1]
+WIDEST_QK = 192  # of q and k, by wgmma alone
 INT8, E4M3 = 0, 1  # q and k, attention_mma_quant.cu
 VALUES_16, VALUES_E4M3, VALUES_INT8 = 0, 1, 2
+_VALUES_WHOLE = 3  # e4m3 with a scale per column (attention_sm90_quant.cu)
 _KINDS = ((INT8, VALUES_16), (INT8, VALUES_E4M3), (INT8, VALUES_INT8), (E4M3, VALUES_16), (E4M3, VALUES_E4M3))
 BLOCK = 64  # rows that share a scale, where not each has its own; keys of a tile
 ROWS_OF_SUMS = 256
@@ -41,6 +43,18 @@ def kernel_token(token: str, values: int) -> str:
     return token if values == VALUES_16 else "bf16"
 
 
+def _variants_sm90(target: Target) -> list[tuple[Any, ...]]:
+    kinds = (*_KINDS, (INT8, _VALUES_WHOLE), (E4M3, _VALUES_WHOLE))
+    direct = (VALUES_16, _VALUES_WHOLE)
+    return [
+        (t, *kind, *widths)
+        for kind in kinds
+        for t in _TOKENS
+        if t == kernel_token(t, kind[1])
+        for widths in ((64, 64), (128, 128), *(((WIDEST_QK, MAX_WIDTH),) if kind[1] in direct else ()))
+    ]
+
+
 FORWARD = Kernel(
     "attention/attention_mma_quant.cu", "attention_mma_quant", template="T QK PV D", max_registers=255,
     args="q:ptr k:ptr v:ptr scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
@@ -50,13 +64,13 @@ FORWARD = Kernel(
     variants=_variants,
 )  # fmt: skip
 FORWARD_SM90 = Kernel(
-    "attention/attention_sm90_quant.cu", "attention_sm90_quant", template="T QK PV D", max_registers=168,
+    "attention/attention_sm90_quant.cu", "attention_sm90_quant", template="T QK PV DQK D", max_registers=168,
     needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr "
     f"lse:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 {stride_arguments('out')} "
     "lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 "
     "sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 heads_together:i64 out_fp16:i64 scale:f64",
-    variants=_variants,
+    variants=_variants_sm90,
 )  # fmt: skip
 _SM90_ROWS, _SM90_KEYS = 128, 128
 _QUANTIZE_UNIT = "attention/attention_quantize.cu"
@@ -116,12 +130,20 @@ class Quantized(NamedTuple):
     @property
     def width(self) -> int:
         """The head width that kernels are compiled for."""
-        return next(w for w in _WIDTHS if max(self.d_qk, self.d_v) <= w)
+        return next((w for w in _WIDTHS if max(self.d_qk, self.d_v) <= w), MAX_WIDTH)
 
     @property
     def variant(self) -> tuple[Any, ...]:
         """The template arguments of either kernel."""
         return kernel_token(self.token, self.pv), self.qk, self.pv, self.width
+
+    @property
+    def variant_sm90(self) -> tuple[Any, ...]:
+        """The template arguments of the wgmma kernel."""
+        whole = self.pv == VALUES_E4M3 and self.sv[2] == 0
+        values = _VALUES_WHOLE if whole else self.pv
+        widths = (WIDEST_QK, MAX_WIDTH) if self.d_qk > MAX_WIDTH else (self.width, self.width)
+        return kernel_token(self.token, self.pv), self.qk, values, *widths
 
 
 def _unsupported_sm90(call: Quantized, info: DeviceInfo) -> str | None:
@@ -132,6 +154,8 @@ def _unsupported_sm90(call: Quantized, info: DeviceInfo) -> str | None:
         return "there are no queries or no keys"
     if c.pv != VALUES_16 and c.lkv % 4:
         return f"{c.lkv} keys; expected a multiple of 4 for values with codes"
+    if c.variant_sm90 not in _variants_sm90(info.target):
+        return f"heads of {c.d_qk} elements need values of 16 bits, or e4m3 with a scale per column"
     tiles = c.batch * c.heads_q * -(-c.lq // _SM90_ROWS)
     return "too many rows" if max(c.lq, c.lkv, c.rows_q, c.rows_k) >= 1 << 29 or tiles >= 1 << 31 else None
 
@@ -144,7 +168,8 @@ def _boxes(
 
 
 def _steps_sm90(call: Quantized, device: int) -> Steps:
-    c, codes, width = call, call.pv != VALUES_16, call.width
+    c, codes, (_, _, values, width_qk, width) = call, call.pv != VALUES_16, call.variant_sm90
+    direct = values in (VALUES_16, _VALUES_WHOLE)
     group, batch = c.heads_q // c.heads_kv, 1 if c.varlen else c.batch
     rows_q, rows_k = (c.rows_q, c.rows_k) if c.varlen else (c.lq, c.lkv)
     q = _boxes("q", "byte", (c.d_qk, rows_q, c.heads_q, batch), (c.q.row, c.q.head, c.q.batch), (128, _SM90_ROWS, 1, 1))
@@ -158,9 +183,9 @@ def _steps_sm90(call: Quantized, device: int) -> Steps:
         k = _boxes("k", "byte", sizes, steps, (128, _SM90_KEYS, 1, 1))
         sizes, steps = (c.d_v, rows_k, c.heads_kv, batch), (c.v[1], c.v[2], c.v[0])
         v = _boxes("v", c.token, sizes, steps, (64, _SM90_KEYS, 1, 1), 2)
-    of_values = width * _SM90_KEYS * (1 if codes else 2) + (8 * width if codes else 0)
-    stages = 4 if codes else 3
-    shared = _SM90_ROWS * 128 + stages * (_SM90_KEYS * 128 + 4 * _SM90_KEYS + of_values) + 256 + 1024
+    of_values = width * _SM90_KEYS * (1 if codes else 2) + (0 if direct else 8 * width)
+    stages, row = 4 if not direct else 2 if width_qk > 128 else 3, -(-width_qk // 128) * 128
+    shared = _SM90_ROWS * row + stages * (_SM90_KEYS * row + 4 * _SM90_KEYS + of_values) + 256 + 1024
     tiles, pairs = -(-c.lq // _SM90_ROWS), c.batch * c.heads_q
     blocks = min(device_info(device).sm_count, tiles * pairs)
     draws = blocks < tiles * pairs  # from a counter; else each block has one tile
@@ -168,7 +193,7 @@ def _steps_sm90(call: Quantized, device: int) -> Steps:
     together = heads_in_l2(pairs, each, c.left < 0 and c.right < 0 and not c.varlen)
     return Steps(
         Step(
-            FORWARD_SM90.bind(c.variant, device, blocks, 384, shared),
+            FORWARD_SM90.bind(c.variant_sm90, device, blocks, 384, shared),
             *(q, k, v, "scale_q", "scale_k", "scale_v" if codes else 0, "lengths", "cu_q", "cu_k"),
             *("out", "lse", "counter" if draws else 0),
             *(c.batch, c.heads_q, group, c.lq, c.lkv, c.d_v, *c.out[:3], *c.lse, *_scale_arguments(c)),
@@ -184,6 +209,8 @@ def _scale_arguments(call: Quantized) -> tuple[int, ...]:
 
 
 def _unsupported_mma(call: Quantized, info: DeviceInfo) -> str | None:
+    if call.d_qk > MAX_WIDTH:
+        return f"heads of {call.d_qk} elements; expected up to {MAX_WIDTH}"
     if call.variant not in _variants(info.target):
         return f"{info.target} has no products of float8_e4m3fn; expected int8 codes"
     return None

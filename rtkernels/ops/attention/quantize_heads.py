@@ -30,13 +30,13 @@ def _check_code_dtype(dtype: torch.dtype) -> None:
         raise ArgumentError(f"dtype is {dtype}; expected one of {', '.join(dtype_name(d) for d in CODES)}")
 
 
-def check_pair(q: Meta, k: Meta) -> None:
+def check_pair(q: Meta, k: Meta, widest: int = plan.MAX_WIDTH) -> None:
     """Raise an ArgumentError unless q and k belong together."""
     check_same("k", k.dtype, q.dtype, "dtype", of="q")
     check_same("k", k.shape[-1], q.shape[-1], "width", of="q")
     if q.dim() == 4:
         check_same("k", k.shape[0], q.shape[0], "batch", of="q")
-    check_width("q", q, plan.MAX_WIDTH, 16)
+    check_width("q", q, widest, 16)
     check_shared_heads(q, k)
 
 

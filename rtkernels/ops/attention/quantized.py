@@ -53,7 +53,7 @@ def _check(
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions")
         if meta.dtype not in CODES:
             raise ArgumentError(f"{name} has dtype {dtype_name(meta.dtype)}; expected int8 or float8_e4m3fn")
-    check_pair(q, k)
+    check_pair(q, k, plan.WIDEST_QK)
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1 or block & (block - 1) or (varlen and block != 1):

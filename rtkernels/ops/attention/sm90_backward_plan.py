@@ -7,19 +7,25 @@ from typing import NamedTuple
 import torch
 
 from rtkernels.ops.attention.problem import Attention, dense, key_gradients
+from rtkernels.ops.attention.sm90_backward_order import backward_order, parts_of_heads
 from rtkernels.ops.attention.sm90_forward_plan import extras, heads_in_l2, rows_map
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 BACKWARD = Kernel(
-    "attention/attention_sm90_bwd.cu", "attention_sm90_bwd", template="T D EXTRAS", max_registers=168, needs=("wgmma",),
+    "attention/attention_sm90_bwd.cu", "attention_sm90_bwd", template="T G D EXTRAS", max_registers=168,
+    needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap dout_map:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr "
     "kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
-    "heads_together:i64 together:i64 limit_batch:i64 scale:f64 softcap:f64",
-    variants=[(t, d, extra) for t in ("bf16", "fp16") for d, extra in ((64, 0), (128, 0), (128, 1))],
+    "heads_together:i64 together:i64 ascending:i64 parts:i64 limit_batch:i64 scale:f64 softcap:f64",
+    variants=[
+        (t, g, d, extra)
+        for t in ("bf16", "fp16")
+        for g, d, extra in ((t, 64, 0), (t, 128, 0), (t, 128, 1), ("fp32", 64, 0), ("fp32", 128, 0))
+    ],
 )  # fmt: skip
 
 
@@ -50,8 +56,8 @@ PASSES = Kernel(
     args="own_qk_map:tmap own_v_map:tmap met_qk_map:tmap met_v_map:tmap lse:ptr delta:ptr gradient:ptr lengths:ptr "
     "kv_limit:ptr "
     "cu_q:ptr cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 columns:i64 "
-    "gradient_batch:i64 gradient_row:i64 gradient_head:i64 left:i64 right:i64 heads_together:i64 limit_batch:i64 "
-    "scale:f64 softcap:f64",
+    "gradient_batch:i64 gradient_row:i64 gradient_head:i64 left:i64 right:i64 heads_together:i64 parts:i64 "
+    "limit_batch:i64 scale:f64 softcap:f64",
     variants=[
         (t, *tile, which, extra)
         for t in ("bf16", "fp16")
@@ -72,12 +78,17 @@ QUERIES = Kernel(
     "dq_batch:i64 dq_row:i64 dq_head:i64 left:i64 right:i64 scale:f64",
     variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128)],
 )  # fmt: skip
+PARTS = Kernel(
+    "attention/attention_sm90_bwd_rows.cu", "attention_bwd_parts", template="T", max_registers=40, needs=("wgmma",),
+    args="from:ptr to:ptr parts:i64 rows:i64 length:i64 width:i64 batch_step:i64 row_step:i64 head_step:i64",
+    variants=[("bf16",), ("fp16",)],
+)  # fmt: skip
 SINKS = Kernel(
     "attention/attention_sm90_bwd_rows.cu", "attention_bwd_sinks", template="T", max_registers=40, needs=("wgmma",),
     args="sinks:ptr lse_rows:ptr delta_rows:ptr cu_q:ptr dsinks:ptr batches:i64 lq:i64 padded_rows:i64",
     variants=[("fp32",)],
 )  # fmt: skip
-KERNELS = (BACKWARD, PASSES, STATS, QUERIES, SINKS)
+KERNELS = (BACKWARD, PASSES, STATS, QUERIES, PARTS, SINKS)
 
 # As in sm90_bwd.cuh.
 _ROW_PAD = 128  # statistics of a sequence begin at a multiple of it
@@ -89,29 +100,7 @@ def _backward_shared(width: int) -> int:
     row, queries = 128 * width // 64, 128 if width == 64 else 64
     stages = 2 * (2 * queries * row + 128 * queries * 2 + 2 * 4 * queries)
     aligned = 512  # memory begins at a multiple of it
-    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + aligned
-
-
-_BACKWARD_L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together
-
-
-def _backward_order(problem: Attention, blocks: int, queries: int) -> tuple[int, int]:
-    """Return the number of key heads to process together, and the number of key tiles per chunk of a head.
-
-    The blocks of a chunk follow each other through the queries. Without a mask, all blocks are busy if a whole number
-    of chunks runs, each of another head, its blocks two tiles of queries or more apart. Under a mask with a diagonal
-    a block waits for shorter ones only, if a chunk is all of a head; where heads of queries share keys there are too
-    few tiles for that, and the longest come first.
-    """
-    p = problem
-    heads = p.batch * p.heads_kv
-    tiles, apart = -(-p.lkv // _BACKWARD_KEYS), -(-p.lq // queries) // 2
-    if p.left >= 0 or p.right >= 0:
-        return (1, tiles) if p.group == 1 else (min(heads, 16), 1)
-    in_l2 = _BACKWARD_L2_BYTES // max(1, p.group * p.lq * (2 * p.d_qk + 2 * p.d_v + 4 * p.d_qk))
-    heads = max(1, min(heads, in_l2))
-    fits = min(c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c <= heads)
-    return heads, max(1, min(tiles, apart, fits))
+    return 2 * _BACKWARD_KEYS * row + stages + 2 * 4 * queries * width + 208 + 4 * 48 + 16 + aligned
 
 
 def _padded_rows(problem: Attention) -> int:
@@ -145,6 +134,26 @@ def _sinks(problem: Attention, device: int) -> list[Step]:
     return [Step(launch, "sinks", "lse_rows", "delta_rows", "cu_q", "dsinks", p.batch, p.lq, _padded_rows(p))]
 
 
+def _parts(problem: Attention, letters: str, parts: int, device: int) -> tuple[list[Step], dict[str, Memory]]:
+    """Return the launches that add parts of dk and dv, and the memory of the parts, [heads, rows, width]."""
+    p, steps, scratch = problem, [], {}
+    for letter in letters:
+        width, strides = (p.d_qk, p.dk) if letter == "k" else (p.d_v, p.dv)
+        to = strides or dense(p.lkv, p.heads_kv, width, p.varlen)
+        scratch[f"parts_d{letter}"] = Memory((p.heads_kv * parts, p.rows_k, width), torch.float32)
+        if letter in p.wants:
+            grid = (-(-p.rows_k * (width // 8) // 256), p.heads_kv)
+            sizes = (parts, p.rows_k, max(1, p.rows_k if p.varlen else p.lkv), width, *to[:3])
+            steps.append(Step(PARTS.bind((p.token,), device, grid, 256), f"parts_d{letter}", f"d{letter}", *sizes))
+    return steps, scratch
+
+
+def _part_strides(problem: Attention, width: int) -> tuple[int, int, int]:
+    """Return the elements from one sequence, row and head of parts to the next."""
+    p = problem
+    return 0 if p.varlen else p.lkv * width, width, p.rows_k * width
+
+
 def _steps_passes(problem: Attention, device: int) -> Steps:
     """Return the launches for heads of more than 128 elements: a pass for each gradient that is needed."""
     p = problem
@@ -154,7 +163,8 @@ def _steps_passes(problem: Attention, device: int) -> Steps:
     keys = (("k", p.heads_kv, p.d_qk, p.k), ("v", p.heads_kv, p.d_v, p.v))
     extra = p.softcap != 0 or p.kv_limit is not None
     alike = p.right < 0 and p.left < 0 and not p.varlen
-    steps, counters = [stats], {}
+    parts = parts_of_heads(p, device_info(device).sm_count, tile_queries=64)
+    steps, adds, counters = [stats], [], {}
     for which, letter in enumerate("qkv"):
         if letter not in p.wants:
             continue
@@ -162,9 +172,14 @@ def _steps_passes(problem: Attention, device: int) -> Steps:
         tile = tiles[-1] if extra else next(t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v)
         own, met = (queries, keys) if letter == "q" else (keys, queries)
         rows, heads, width = (p.lq if letter == "q" else p.lkv), own[0][1], own[letter == "v"][2]
-        gradient = getattr(p, f"d{letter}") or dense(rows, heads, width, p.varlen)
-        met_bytes = 2 * (p.lkv / p.group if letter == "q" else p.lq * p.group) * (p.d_qk + p.d_v)
-        blocks = min(device_info(device).sm_count, p.batch * heads * -(-rows // 128))
+        gradient, to, split = getattr(p, f"d{letter}") or dense(rows, heads, width, p.varlen), f"d{letter}", 1
+        if letter != "q" and parts > 1:
+            gradient, to, split = _part_strides(p, width), f"parts_d{letter}", parts
+            added, memory = _parts(p, letter, parts, device)
+            adds, scratch = [*adds, *added], scratch | memory
+        units = heads * split
+        met_bytes = 2 * (p.lkv / p.group if letter == "q" else p.lq * p.group / split) * (p.d_qk + p.d_v)
+        blocks = min(device_info(device).sm_count, p.batch * units * -(-rows // 128))
         launch = PASSES.bind((p.token, *tile, which, int(extra)), device, blocks, 384, tile.shared(which))
         maps = (
             rows_map(p, name, n, d, box, strides)
@@ -174,13 +189,13 @@ def _steps_passes(problem: Attention, device: int) -> Steps:
         counters[f"counter_{letter}"] = 1
         steps.append(
             Step(
-                launch, *maps, "lse_rows", "delta_rows", f"d{letter}", "lengths", "kv_limit", "cu_q", "cu_k",
-                f"counter_{letter}", p.batch, p.heads_q, p.group, p.lq, p.lkv, _padded_rows(p), width, *gradient[:3],
-                p.left, p.right, heads_in_l2(p.batch * heads, met_bytes, alike), p.kv_limit or 0, float(p.scale),
-                float(p.softcap),
+                launch, *maps, "lse_rows", "delta_rows", to, "lengths", "kv_limit", "cu_q", "cu_k",
+                f"counter_{letter}", p.batch, p.heads_q, p.group // split, p.lq, p.lkv, _padded_rows(p), width,
+                *gradient[:3], p.left, p.right, heads_in_l2(p.batch * units, met_bytes, alike), split, p.kv_limit or 0,
+                float(p.scale), float(p.softcap),
             )
         )  # fmt: skip
-    return Steps(*steps, *_sinks(p, device), scratch=scratch, zeros=counters)
+    return Steps(*steps, *adds, *_sinks(p, device), scratch=scratch, zeros=counters)
 
 
 def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> Steps:
@@ -204,34 +219,36 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
     )  # fmt: skip
     dout = p.dout or dense(p.lq, p.heads_q, p.d_v, p.varlen)
     padded = _padded_rows(p)
-    tiles = p.batch * p.heads_kv * -(-p.lkv // _BACKWARD_KEYS)
-    blocks = min(sm_count, tiles)
-    heads, together = _backward_order(p, blocks, queries)
-    resident = in_chunks and together > 1 and p.left < 0 and p.right < 0
-    if not resident and p.left < 0 and p.right < 0:
-        together = 1
+    order = backward_order(p, sm_count, queries, in_chunks)
+    blocks = min(sm_count, p.batch * p.heads_kv * order.parts * -(-p.lkv // _BACKWARD_KEYS))
     stats, scratch = _statistics(p, device)
-    key_grads, unwanted = key_gradients(p)  # the kernel has no register left for a choice
+    if order.parts > 1:
+        key_grads, (added, more) = ("parts_dk", "parts_dv"), _parts(p, "kv", order.parts, device)
+        dk, dv = _part_strides(p, p.d_qk), _part_strides(p, p.d_v)
+    else:
+        added, (key_grads, more) = [], key_gradients(p)  # the kernel has no register left for a choice
     products = Step(
         BACKWARD.bind(
-            (p.token, width, int(extras(p))), device, blocks, 384, _backward_shared(width), resident=resident,
+            (p.token, p.token if order.parts == 1 else "fp32", width, int(extras(p))), device, blocks, 384,
+            _backward_shared(width), resident=order.resident,
         ),
         rows_map(p, "q", p.heads_q, p.d_qk, queries, p.q),
         rows_map(p, "k", p.heads_kv, p.d_qk, _BACKWARD_KEYS, p.k),
         rows_map(p, "v", p.heads_kv, p.d_v, _BACKWARD_KEYS, p.v),
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
         "lse_rows", "delta_rows", "dq_sums", *key_grads, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
-        p.batch, p.heads_q, p.group, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left, p.right,
-        heads, together, p.kv_limit or 0, float(p.scale), float(p.softcap),
+        p.batch, p.heads_q, p.group // order.parts, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left,
+        p.right, order.heads, order.together, int(order.ascending), order.parts,
+        p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
-    steps = [stats, products]
+    steps = [stats, products, *added]
     if p.lq and "q" in p.wants:
         launch = QUERIES.bind((p.token, width), device, (-(-p.lq // queries), p.batch * p.heads_q), 256)
         sizes = (p.heads_q, p.lq, p.lkv, padded, p.d_qk, *dq[:3], p.left, p.right, float(p.scale))
         steps.append(Step(launch, "dq_sums", "cu_q", "cu_k", "lengths", "dq", *sizes))
     steps += _sinks(p, device)
-    scratch |= unwanted | {"dq_sums": Memory((p.heads_q, padded, width), torch.float32)}
+    scratch |= more | {"dq_sums": Memory((p.heads_q, padded, width), torch.float32)}
     return Steps(
         *steps, scratch=scratch, zeros={"counter": 1, "order": p.heads_q * padded // queries},
-        if_not_resident=(lambda: steps_backward(p, device, False)) if resident else None,
+        if_not_resident=(lambda: steps_backward(p, device, False)) if order.resident else None,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Gradients of attention whose few heads of keys would leave most SMs idle: blocks share the query heads of a group.
 
+For kernels that do not split these heads themselves (``sm90_backward_order.py``).
+
 A block owns a tile of keys and loops over the queries of all heads that share them. Where there are fewer such tiles
 than SMs, k and v are repeated, so that a head of keys serves fewer query heads; the gradients of the copies are summed
 in fp32. They are rounded once more than without it, as they are where heads are expanded beforehand.
