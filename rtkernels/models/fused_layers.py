@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import fp8 as quantized
-from rtkernels.models import replace, reuse, served
+from rtkernels.models import decoding, replace, reuse, served
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
@@ -138,6 +138,11 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=None, **kwargs,
         ):  # fmt: skip
+            if not branch and decoding.is_step(hidden_states):
+                given = position_embeddings, attention_mask, past_key_values
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                if result is not None:
+                    return result
             normed, residual = first(self, hidden_states)
             mixed, _ = self.self_attn(
                 hidden_states=normed, attention_mask=attention_mask,
@@ -152,6 +157,11 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
             past_key_values=None, **kwargs,
         ):  # fmt: skip
+            if not branch and decoding.is_step(hidden_states):
+                given = position_embeddings, attention_mask, past_key_values
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                if result is not None:
+                    return result
             normed, residual = first(self, hidden_states)
             mixed, _ = self.self_attn(
                 hidden_states=normed, position_embeddings=position_embeddings,
@@ -200,20 +210,36 @@ def _heads(
     self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
 ) -> tuple[Tensor, ...] | None:
     """Return q, k and v ``[batch, tokens, heads, size]`` with q and k rotated; None if separate steps are needed."""
-    cos, sin = tables
-    size = self.head_dim
+    if not _is_rotated_here(self, x, tables, form, norm):
+        return None
+    qkv = _product(x, (self.q_proj, self.k_proj, self.v_proj))
+    return None if qkv is None else _rotated(self, qkv, tables, form, norm)
+
+
+def _heads_in_step(self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any]) -> tuple[Tensor, ...] | None:
+    (_, form), norm = options["names"][0], options["norm"]
+    return _rotated(self, qkv, tables, form, norm) if _is_rotated_here(self, qkv, tables, form, norm) else None
+
+
+def _is_rotated_here(
+    self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
+) -> bool:
+    """Return True if our op computes the rotation of a call, and its norms have no hooks."""
+    cos, size = tables[0], self.head_dim
     rotary = cos.shape[-1] * (2 if form[0] == "half tables" else 1)
     if len(x.shape) != 3 or cos.dim() != 3 or cos.dtype not in (x.dtype, torch.float32):
-        return None
+        return False
     if rotary != size and not ("partial" in form and rotary < size):
-        return None
-    if norm is not None and (self.q_norm._forward_hooks or self.k_norm._forward_hooks):
-        return None
-    linears = (self.q_proj, self.k_proj, self.v_proj)
-    counts = linears[0].weight.shape[0] // size, linears[1].weight.shape[0] // size
-    qkv = _product(x, linears)
-    if qkv is None:
-        return None
+        return False
+    return norm is None or not (self.q_norm._forward_hooks or self.k_norm._forward_hooks)
+
+
+def _rotated(
+    self: nn.Module, qkv: Tensor, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
+) -> tuple[Tensor, ...]:
+    """Return the heads of a merged product, q and k normalised and rotated."""
+    (cos, sin), size = tables, self.head_dim
+    counts = self.q_proj.weight.shape[0] // size, self.k_proj.weight.shape[0] // size
     if norm is None:
         return rotated_heads(qkv, cos, sin, counts, form[0])
     cos, sin, options = rope_tables(size, cos, sin, form[0])
