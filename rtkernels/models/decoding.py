@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
 from rtkernels.models.merged import adjacent, is_plain, is_watched
+from rtkernels.models.probe import Recognized
 from rtkernels.ops.gemm import decode_linear
 from rtkernels.ops.gemm.decode_plan import MAX_ROWS
 from rtkernels.runtime.layout import row_count
@@ -79,7 +80,7 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | N
 def _is_linear(linear: nn.Module) -> bool:
     """Return True for a plain linear layer, or a head that is one outside of training."""
     kind = replace.replaced(linear)
-    if kind is not None and kind.kind == "head" and replace.original_of(type(linear)) is nn.Linear:
+    if kind is not None and kind.kind in ("head", "decode_head") and replace.original_of(type(linear)) is nn.Linear:
         return type(linear.weight) in (Tensor, nn.Parameter)
     return is_plain(linear)
 
@@ -162,7 +163,29 @@ def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
 
 def head(module: nn.Module, x: Any) -> Tensor | None:
     """Return the logits of a step, None if the head must compute them as usual."""
+    if not is_step(x) or is_watched(module):
+        return None
     try:
         return product(x, (module,))
     except _Unsupported:
         return None
+
+
+def _head(original: type[nn.Module]) -> Callable[..., Any]:
+    own = original.forward
+
+    def forward(self, input):
+        logits = head(self, input)
+        return own(self, input) if logits is None else logits
+
+    return forward
+
+
+replace.register("decode_head", _head)
+
+
+def replace_head(model: nn.Module) -> None:
+    """Let the head of a model compute with the kernel for few rows in decoding steps."""
+    found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(found) is nn.Linear and "forward" not in found.__dict__:
+        replace.replace(found, Recognized("decode_head", ()))

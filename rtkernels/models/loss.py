@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor
 import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.decoding import head as decoded_head
-from rtkernels.models.decoding import is_step
 from rtkernels.models.lazy_logits import LazyLogits
-from rtkernels.models.merged import is_watched
 from rtkernels.models.probe import NotRecognized, Raised, Recognized, probing
 
 _KIND = Recognized("head", ())
@@ -43,11 +41,8 @@ def _head(original: type[nn.Module]) -> Callable[..., Any]:
             return loss(self, hidden)
         if getattr(self, _LAZY, False) and not materialize and not isinstance(self.weight, DTensor):
             return LazyLogits(hidden, self)  # hooks of tensor parallelism accept only tensors
-        if is_step(hidden) and not is_watched(self):
-            logits = decoded_head(self, hidden)
-            if logits is not None:
-                return logits
-        return own(self, hidden)
+        logits = decoded_head(self, hidden)
+        return own(self, hidden) if logits is None else logits
 
     return forward
 
