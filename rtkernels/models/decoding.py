@@ -20,6 +20,7 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized
+from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
 from rtkernels.ops.gemm.decode_plan import MAX_ROWS
 from rtkernels.runtime.layout import row_count
@@ -119,7 +120,8 @@ def layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the result of a decoder layer whose branches are added as they are; None if it must run as usual.
 
-    `heads_of(attention, qkv, tables)` returns q, k and v of a merged product, or None.
+    `heads_of(attention, qkv, tables, options, cache)` writes to the cache and returns q with all keys and values, or
+    None.
     """
     reason = None
     try:
@@ -147,18 +149,21 @@ def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
         raise _Unsupported("it has no cache, or several tokens of a sequence")
     options = dict(kinds[0].options)
     qkv = product(x, [attention._modules[name] for name in _QKV], norms[0])
-    heads = heads_of(attention, qkv, tables, options)
+    heads = heads_of(attention, qkv, tables, options, cache)
     if heads is None:
         raise _Unsupported("its rotation is of another form")
-    q, k, v = (t.transpose(1, 2) for t in heads)
-    k, v = cache.update(k, v, attention.layer_idx)
     if options["capped"]:
         kwargs["softcap"] = attention.attn_logit_softcapping
-    mixed, _ = attentions.attention_forward(attention, q, k, v, mask, scaling=attention.scaling, **kwargs)
+    mixed, _ = attentions.attention_forward(attention, *heads, mask, scaling=attention.scaling, **kwargs)
     mixed = mixed.reshape(*x.shape[:-1], -1)
     x = product(mixed, (attention.o_proj,), residual=x)
     gated = product(x, [mlp._modules[name] for name in _GATE_UP], norms[1], act=dict(kinds[1].options)["act"])
     return product(gated, (mlp.down_proj,), residual=x)
+
+
+def writes_cache(layer: Any, size: int) -> bool:
+    """Return True if one kernel can write the keys and values of a step to a layer of the cache."""
+    return getattr(layer, "by_op", False) and size <= MAX_WIDTH and layer.k.shape[3] == layer.v.shape[3] == size
 
 
 def head(module: nn.Module, x: Any) -> Tensor | None:

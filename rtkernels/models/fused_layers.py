@@ -25,6 +25,7 @@ from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
+from rtkernels.ops.attention import decode_heads
 
 Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -216,9 +217,26 @@ def _heads(
     return None if qkv is None else _rotated(self, qkv, tables, form, norm)
 
 
-def _heads_in_step(self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    (_, form), norm = options["names"][0], options["norm"]
-    return _rotated(self, qkv, tables, form, norm) if _is_rotated_here(self, qkv, tables, form, norm) else None
+def _heads_in_step(
+    self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any], cache: Any
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return q of a decoding step with all keys and values, ``[batch, heads, length, size]``; None if not rotated here."""
+    (_, form), norm, size = options["names"][0], options["norm"], self.head_dim
+    if not _is_rotated_here(self, qkv, tables, form, norm):
+        return None
+    layer, batch = cache.layers[self.layer_idx], qkv.shape[0]
+    if not decoding.writes_cache(layer, size):
+        q, k, v = (t.transpose(1, 2) for t in _rotated(self, qkv, tables, form, norm))
+        return q, *cache.update(k, v, self.layer_idx)
+    cos, sin, rotation = rope_tables(size, *tables, form[0])
+    weights, eps, offset = (None, None), 0.0, 0.0
+    if norm is not None:
+        weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0]), norm[1]
+    q = decode_heads.HEADS.call(
+        qkv.view(batch, -1), *weights, *(t[:, 0].expand(batch, -1) for t in (cos, sin)), layer.lengths.slots, layer.k,
+        layer.v, rotation["rotary"] or size, rotation["interleaved"], float(eps), float(offset),
+    )  # fmt: skip
+    return q.unsqueeze(2), layer.keys, layer.values
 
 
 def _is_rotated_here(
