@@ -116,7 +116,8 @@ def _check_norm(norm: nn.Module, x: Tensor) -> None:
 
 
 def layer(
-    module: nn.Module, x: Tensor, tables: Any, mask: Any, cache: Any, heads_of: Callable[..., Any], kwargs: dict[str, Any]
+    module: nn.Module, x: Tensor, tables: Any, mask: Any, cache: Any, heads_of: Callable[..., Any],
+    kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
     """Return the result of a decoder layer whose branches are added as they are; None if it must run as usual.
 

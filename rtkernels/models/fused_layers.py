@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models import fp8 as quantized
 from rtkernels.models import decoding, replace, reuse, served
+from rtkernels.models import fp8 as quantized
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
@@ -220,7 +220,7 @@ def _heads(
 def _heads_in_step(
     self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any], cache: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return q of a decoding step with all keys and values, ``[batch, heads, length, size]``; None if not rotated here."""
+    """Return q of a decoding step with all keys and values, ``[batch, heads, length, size]``, or None."""
     (_, form), norm, size = options["names"][0], options["norm"], self.head_dim
     if not _is_rotated_here(self, qkv, tables, form, norm):
         return None

@@ -117,9 +117,9 @@ def _outputs(qkv, k_cache) -> tuple[Memory]:
 HEADS = Operator(
     "decode_heads",
     (
-        Rows("qkv", HALVES), Dense("q_weight", FLOAT_DTYPES, optional=True), Dense("k_weight", FLOAT_DTYPES, optional=True),
-        Rows("cos", FLOAT_DTYPES), Rows("sin", FLOAT_DTYPES), Dense("slots", None), InPlace("k_cache", None),
-        InPlace("v_cache", None),
+        Rows("qkv", HALVES), Dense("q_weight", FLOAT_DTYPES, optional=True),
+        Dense("k_weight", FLOAT_DTYPES, optional=True), Rows("cos", FLOAT_DTYPES), Rows("sin", FLOAT_DTYPES),
+        Dense("slots", None), InPlace("k_cache", None), InPlace("v_cache", None),
     ),
     options="int rotary, bool interleaved, float eps, float offset", numbers="eps offset", results="q",
     outputs=_outputs, plan=_plan, reference=_reference, check=_check,

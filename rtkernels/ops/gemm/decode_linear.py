@@ -80,8 +80,8 @@ def _describe(call: DecodeLinear) -> _Described:
         add_pitch = n if found is None else found
     product = Product(
         left.rows, n, left.k, left.matrix, right.matrix, checks.dense_result(a.dtype, left.rows, n), None, scales,
-        bias=checks.check_vector("bias", call.bias, right.rows), add=None if call.add is None else TOKENS[call.add.dtype],
-        add_pitch=add_pitch, act=None if call.gated else call.act, gate=call.act if call.gated else None,
+        bias=checks.check_vector("bias", call.bias, right.rows),
+        add=None if call.add is None else TOKENS[call.add.dtype], add_pitch=add_pitch, act=None if call.gated else call.act, gate=call.act if call.gated else None,
     )  # fmt: skip
     return _Described(product, left, right)
 
@@ -131,8 +131,6 @@ def unsupported(
     if not (a.is_cuda or a.get_device() < 0):
         return f"no kernels for {a.device}"
     return decode_plan.unsupported(_describe(call).product, device_info(a.get_device()).target)
-
-
 
 
 OP = Op("decode_linear", public=(), kernels=decode_plan.KERNELS, torch_ops=(FORWARD,))

@@ -38,8 +38,10 @@ KERNEL = Kernel(
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
     "octets_:i64 row_shift_:i64 pass_octets_:i64 flags:i64 types:i64 eps:f64 offset:f64",
-    variants=[(math, math, tokens) for math in FLOAT16 for tokens in (1, 2)]
-    + [(codes, math, tokens) for codes in ("e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)],
+    variants=[
+        (codes or math, math, tokens)
+        for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
+    ],
 )  # fmt: skip
 KERNELS = (KERNEL,)
 
@@ -153,7 +155,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     if shape is None:
         raise ValueError(f"the decoding kernel does not compute this product: {unsupported(p, info.target)}")
     s, varies = p.scale_b, _varies(p.scale_b, p.k)
-    columns, size = 4 if p.gate else 8, BYTES[p.b.token]
+    octets, size = -(-p.n // (4 if p.gate else 8)), BYTES[p.b.token]
     flags = (
         _GATED * (p.gate is not None) + _CONSTANT * constant + _SIGNED * (p.b.token == "int4")
         + _BY_ROW * (s is not None and s.rows != 0)
@@ -163,7 +165,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     launch = KERNEL.bind(
         (_CODES[p.b.token], p.a.token, 2 if p.m > 8 else 1),
         device,
-        (shape.parts, -(-(-(-p.n // columns)) // shape.octets)),
+        (shape.parts, -(-octets // shape.octets)),
         32 * _WARPS,
         shape.shared,
         overlap=True,

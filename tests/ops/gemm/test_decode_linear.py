@@ -64,7 +64,10 @@ def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: boo
     slack = magnitude * 2.0**-21 + (magnitude * torch.finfo(dtype).eps * 0.02 if norm else 0.0)
     if gated:
         (gate, up), (e_gate, e_up) = exact.chunk(2, -1), slack.chunk(2, -1)
-        act_of = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh")}
+        act_of = {
+            "silu": torch.nn.functional.silu,
+            "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        }
         slack = e_gate * up.abs() * 1.2 + e_up * gate.abs() + gate.abs() * up.abs() * 2.0**-20
         exact = act_of[act](gate) * up
     elif act == "relu":
