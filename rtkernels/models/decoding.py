@@ -62,7 +62,7 @@ class _Unsupported(Exception):
 def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the weights of linear layers as one matrix, its scales and biases."""
     weights, scale = [linear.weight for linear in linears], None
-    if all(type(linear) is served.ServedLinear and not is_watched(linear) for linear in linears):
+    if all(_is_served(linear) and not is_watched(linear) for linear in linears):
         scale = adjacent([linear.weight_scale_inv for linear in linears])
         if scale is None or any(linear.out_features % served.BLOCK for linear in linears[:-1]):
             raise _Unsupported("scales of its projections are not adjacent in memory")
@@ -76,6 +76,10 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | N
         raise _Unsupported("some of its projections have a bias, others have none")
     bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
     return weight, scale, bias
+
+
+def _is_served(linear: nn.Module) -> bool:
+    return replace.original_of(type(linear)) is served.ServedLinear
 
 
 def _is_linear(linear: nn.Module) -> bool:
@@ -180,9 +184,9 @@ def head(module: nn.Module, x: Any) -> Tensor | None:
 def _head(original: type[nn.Module]) -> Callable[..., Any]:
     own = original.forward
 
-    def forward(self, input):
-        logits = head(self, input)
-        return own(self, input) if logits is None else logits
+    def forward(self, x):
+        logits = head(self, x)
+        return own(self, x) if logits is None else logits
 
     return forward
 
@@ -193,5 +197,5 @@ replace.register("decode_head", _head)
 def replace_head(model: nn.Module) -> None:
     """Let the head of a model compute with the kernel for few rows in decoding steps."""
     found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(found) is nn.Linear and "forward" not in found.__dict__:
+    if type(found) in (nn.Linear, served.ServedLinear) and "forward" not in found.__dict__:
         replace.replace(found, Recognized("decode_head", ()))

@@ -10,9 +10,10 @@ from rtkernels import models
 pytest.importorskip("transformers", minversion="5.0")
 
 from support.generation import model_of, padded, programs
-from support.tiny_models import tokens
+from support.tiny_models import build, tokens
 
 from rtkernels.models import decoding
+from rtkernels.models.served import ServedLinear
 from rtkernels.ops.gemm import decode_linear
 
 pytestmark = pytest.mark.one_in(3)  # whole models: a second each
@@ -102,3 +103,20 @@ def test_only_in_steps() -> None:
     with torch.no_grad():
         model(tokens(1, 4))
     assert not report.in_steps
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_served_models(head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3", hidden_size=128, intermediate_size=256, tie_word_embeddings=True).to(torch.bfloat16).eval()
+    embedding = model.get_input_embeddings().weight
+    models.serve_fp8(model, head=head)
+    codes = model.get_output_embeddings().weight
+    assert codes.dtype == (torch.float8_e4m3fn if head else torch.bfloat16)
+    assert model.get_input_embeddings().weight is embedding and embedding.dtype == torch.bfloat16
+    report = models.patch(model, attention=True, fused_layers=True)
+    calls = _calls(monkeypatch)
+    _generated(model)
+    assert set(report.in_steps.values()) == {None} and not report.not_captured
+    assert any(call[1].dtype == codes.dtype and call[1].shape == codes.shape for call in calls)
+    models.unpatch(model)
+    assert type(model.get_output_embeddings()) is (ServedLinear if head else torch.nn.Linear)

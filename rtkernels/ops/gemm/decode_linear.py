@@ -81,7 +81,8 @@ def _describe(call: DecodeLinear) -> _Described:
     product = Product(
         left.rows, n, left.k, left.matrix, right.matrix, checks.dense_result(a.dtype, left.rows, n), None, scales,
         bias=checks.check_vector("bias", call.bias, right.rows),
-        add=None if call.add is None else TOKENS[call.add.dtype], add_pitch=add_pitch, act=None if call.gated else call.act, gate=call.act if call.gated else None,
+        add=None if call.add is None else TOKENS[call.add.dtype], add_pitch=add_pitch,
+        act=None if call.gated else call.act, gate=call.act if call.gated else None,
     )  # fmt: skip
     return _Described(product, left, right)
 
