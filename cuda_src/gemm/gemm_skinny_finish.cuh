@@ -38,6 +38,10 @@ struct SkinnyStore {
         if (gated) v *= up;
         const i64 at = token * out_pitch + column;
         if (accumulate) v += skinny_load(out, at, out_type);
+        write(at, v);
+    }
+
+    RTK_DEVICE void write(i64 at, float v) const {
         const float one[1] = {v};
         if (out_type == kTypeFp32) {
             static_cast<float*>(out)[at] = v;

@@ -196,7 +196,7 @@ def _tied(model: nn.Module) -> set[str]:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> nn.Module:
+def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None, head: bool = False) -> nn.Module:
     """Return a model for inference in which linear layers and experts multiply fp8 codes.
 
     Weights are stored as codes, which halves the model's memory. Inputs are quantised in groups of 128 in each layer.
@@ -208,6 +208,8 @@ def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> n
             :func:`export_fp8` writes it. Or a transformers model, which is changed in place: layers that transformers
             loaded from such a checkpoint keep their codes, 16-bit layers are quantised.
         device: The device of the result. Default: the model's device, or the CPU for a folder.
+        head: The head multiplies fp8 codes, too. In a small model it is a quarter of what a decoding step reads. If its
+            weight is shared with the embedding, the embedding keeps the 16-bit weight.
 
     Raises:
         ArgumentError: `model_or_path` is neither a model nor such a folder.
@@ -221,6 +223,8 @@ def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None) -> n
     else:
         came = type(model_or_path).__name__
         raise ArgumentError(f"model_or_path is a {came}; expected a model of transformers or a folder")
+    if head:
+        _convert_head(model)
     return model.eval().requires_grad_(False) if device is None else model.eval().requires_grad_(False).to(device)
 
 
@@ -239,6 +243,23 @@ def _convert(model: nn.Module, quantized: set[str], empty: bool = False) -> nn.M
         if served is not None:
             setattr(model.get_submodule(path), child, served)
     return model
+
+
+def _convert_head(model: nn.Module) -> None:
+    """Replace the head of a model by a serving layer.
+
+    Raises:
+        RtkError: It has no head, or one that is not a linear layer of 16 features or a multiple.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if isinstance(head, ServedLinear):
+        return
+    if not isinstance(head, nn.Linear) or head.in_features % 16:
+        raise RtkError(f"head=True: the head of this model is {head}; expected a linear layer of 16 n features")
+    served = serve_linear(head)
+    if model.get_input_embeddings().weight is head.weight:
+        model.config.tie_word_embeddings = False  # or transformers would share the codes with the embedding
+    model.set_output_embeddings(served)
 
 
 def _loaded(folder: Path) -> nn.Module:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
+from rtkernels.models import decoding, replace, reuse, served
 from rtkernels.models import fp8 as quantized
-from rtkernels.models import replace, reuse, served
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
+from rtkernels.ops.attention import decode_heads
 
 Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -138,6 +139,11 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=None, **kwargs,
         ):  # fmt: skip
+            if not branch and decoding.is_step(hidden_states):
+                given = position_embeddings, attention_mask, past_key_values
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                if result is not None:
+                    return result
             normed, residual = first(self, hidden_states)
             mixed, _ = self.self_attn(
                 hidden_states=normed, attention_mask=attention_mask,
@@ -152,6 +158,11 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
             past_key_values=None, **kwargs,
         ):  # fmt: skip
+            if not branch and decoding.is_step(hidden_states):
+                given = position_embeddings, attention_mask, past_key_values
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                if result is not None:
+                    return result
             normed, residual = first(self, hidden_states)
             mixed, _ = self.self_attn(
                 hidden_states=normed, position_embeddings=position_embeddings,
@@ -200,20 +211,53 @@ def _heads(
     self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
 ) -> tuple[Tensor, ...] | None:
     """Return q, k and v ``[batch, tokens, heads, size]`` with q and k rotated; None if separate steps are needed."""
-    cos, sin = tables
-    size = self.head_dim
+    if not _is_rotated_here(self, x, tables, form, norm):
+        return None
+    qkv = _product(x, (self.q_proj, self.k_proj, self.v_proj))
+    return None if qkv is None else _rotated(self, qkv, tables, form, norm)
+
+
+def _heads_in_step(
+    self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any], cache: Any
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return q of a decoding step with all keys and values, ``[batch, heads, length, size]``, or None."""
+    (_, form), norm, size = options["names"][0], options["norm"], self.head_dim
+    if not _is_rotated_here(self, qkv, tables, form, norm):
+        return None
+    layer, batch = cache.layers[self.layer_idx], qkv.shape[0]
+    if not decoding.writes_cache(layer, size):
+        q, k, v = (t.transpose(1, 2) for t in _rotated(self, qkv, tables, form, norm))
+        return q, *cache.update(k, v, self.layer_idx)
+    cos, sin, rotation = rope_tables(size, *tables, form[0])
+    weights, eps, offset = (None, None), 0.0, 0.0
+    if norm is not None:
+        weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0]), norm[1]
+    q = decode_heads.HEADS.call(
+        qkv.view(batch, -1), *weights, *(t[:, 0].expand(batch, -1) for t in (cos, sin)), layer.lengths.slots, layer.k,
+        layer.v, rotation["rotary"] or size, rotation["interleaved"], float(eps), float(offset),
+    )  # fmt: skip
+    return q.unsqueeze(2), layer.keys, layer.values
+
+
+def _is_rotated_here(
+    self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
+) -> bool:
+    """Return True if our op computes the rotation of a call, and its norms have no hooks."""
+    cos, size = tables[0], self.head_dim
     rotary = cos.shape[-1] * (2 if form[0] == "half tables" else 1)
     if len(x.shape) != 3 or cos.dim() != 3 or cos.dtype not in (x.dtype, torch.float32):
-        return None
+        return False
     if rotary != size and not ("partial" in form and rotary < size):
-        return None
-    if norm is not None and (self.q_norm._forward_hooks or self.k_norm._forward_hooks):
-        return None
-    linears = (self.q_proj, self.k_proj, self.v_proj)
-    counts = linears[0].weight.shape[0] // size, linears[1].weight.shape[0] // size
-    qkv = _product(x, linears)
-    if qkv is None:
-        return None
+        return False
+    return norm is None or not (self.q_norm._forward_hooks or self.k_norm._forward_hooks)
+
+
+def _rotated(
+    self: nn.Module, qkv: Tensor, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
+) -> tuple[Tensor, ...]:
+    """Return the heads of a merged product, q and k normalised and rotated."""
+    (cos, sin), size = tables, self.head_dim
+    counts = self.q_proj.weight.shape[0] // size, self.k_proj.weight.shape[0] // size
     if norm is None:
         return rotated_heads(qkv, cos, sin, counts, form[0])
     cos, sin, options = rope_tables(size, cos, sin, form[0])

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import rtkernels
 from rtkernels.models import replace
+from rtkernels.models.decoding import head as decoded_head
 from rtkernels.models.lazy_logits import LazyLogits
 from rtkernels.models.probe import NotRecognized, Raised, Recognized, probing
 
@@ -40,7 +41,8 @@ def _head(original: type[nn.Module]) -> Callable[..., Any]:
             return loss(self, hidden)
         if getattr(self, _LAZY, False) and not materialize and not isinstance(self.weight, DTensor):
             return LazyLogits(hidden, self)  # hooks of tensor parallelism accept only tensors
-        return own(self, hidden)
+        logits = decoded_head(self, hidden)
+        return own(self, hidden) if logits is None else logits
 
     return forward
 

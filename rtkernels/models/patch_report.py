@@ -19,12 +19,14 @@ class PatchReport:
     """The result of :func:`patch`; prints as a table. `sites` lists examined modules, `asked` the requested kinds.
 
     With ``attention=True``, `captures` is the number of CUDA graphs that ``generate()`` captured, and `not_captured`
-    says why, and how often, it ran transformers' own loop or steps without a graph.
+    says why, and how often, it ran transformers' own loop or steps without a graph. `in_steps` maps each decoder layer
+    of those steps that could run with norms and sums inside of its products to the reason why it did not, None if so.
     """
 
     def __init__(self, sites: list[Site], asked: tuple[str, ...], options: dict[str, Any]) -> None:
         self.sites, self.asked, self.options = sites, asked, options
         self.captures, self.not_captured = 0, Counter[str]()
+        self.in_steps: dict[str, str | None] = {}
 
     @property
     def replaced(self) -> Counter[str]:
@@ -44,6 +46,9 @@ class PatchReport:
         for (kind, module, reason), count in reasons.items():
             lines.append(f"  {kind}: {count} x {module}: {reason}")
         lines += [f"  generate: {count} x not captured: {reason}" for reason, count in self.not_captured.items()]
+        for reason, count in Counter(self.in_steps.values()).items():
+            what = "with norms and sums inside of products" if reason is None else f"not fused further: {reason}"
+            lines.append(f"  generate: {count} x decoder layer {what}")
         return "\n".join(lines)
 
     __repr__ = __str__

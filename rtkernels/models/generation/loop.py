@@ -147,7 +147,7 @@ class _Call:
                 except torch.OutOfMemoryError:  # programs of other calls use memory, too
                     state.keep(like)
                     cache = FixedCache(like, capacity)
-            program = Program(rows or Rows(self.batch, device), cache, selection, self.options)
+            program = Program(rows or Rows(self.batch, device), cache, selection, self.options, state.report)
         state.add(key, program)
         return program
 

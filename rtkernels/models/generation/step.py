@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rtkernels.models import decoding
 from rtkernels.models.generation.cache import FixedCache
 from rtkernels.models.generation.select import Selection
 
@@ -26,8 +27,10 @@ class Program:
     then on replays it. If capturing fails, all runs are plain calls.
     """
 
-    def __init__(self, rows: Rows, cache: FixedCache, selection: Selection, options: dict[str, Any]) -> None:
-        self.rows, self.cache, self.selection, self.options = rows, cache, selection, options
+    def __init__(
+        self, rows: Rows, cache: FixedCache, selection: Selection, options: dict[str, Any], report: Any = None
+    ) -> None:
+        self.rows, self.cache, self.selection, self.options, self.report = rows, cache, selection, options, report
         self.graph: Any = None
         self.count = 0
         self.failure: str | None = None
@@ -36,10 +39,11 @@ class Program:
         """Run the model on the last tokens and return the logits ``[batch, vocabulary]``."""
         rows = self.rows
         self.cache.begin(rows.length)
-        out = model(
-            input_ids=rows.token, position_ids=rows.position, attention_mask=self.cache.masks,
-            past_key_values=self.cache, use_cache=True, return_dict=True, **self.options,
-        )  # fmt: skip
+        with decoding.steps(self.report):
+            out = model(
+                input_ids=rows.token, position_ids=rows.position, attention_mask=self.cache.masks,
+                past_key_values=self.cache, use_cache=True, return_dict=True, **self.options,
+            )  # fmt: skip
         rows.length.add_(1)
         rows.position.add_(1)
         return out.logits[:, -1]

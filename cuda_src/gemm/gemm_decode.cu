@@ -1,0 +1,316 @@
+// out[m, n] = act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n], for up
+// to 16 rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
+// rms_norm(x) in the type of x. fp32 sums, rounded once.
+//
+// A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
+// warps are spread along octets, the others along k. Every warp streams its weights through its own ring
+// (gemm_decode_stage.cuh); all activations of the block's k stay in shared memory. Octets are finished in passes of
+// `pass_octets`: sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of
+// k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
+//
+// Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
+// kConstantWeights, weights are loaded at once, without waiting for it.
+//
+// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][8
+// TOKENS][8], sums of blocks [parts][octets that the block finishes][8 TOKENS][8].
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+#include "gemm/gemm_decode_stage.cuh"
+#include "gemm/gemm_skinny_finish.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/pdl.cuh"
+
+namespace rtk {
+
+inline constexpr i64 kDecodeGated = 1, kConstantWeights = 2, kSignedCodes = 4, kScaleByRow = 8;
+
+RTK_DEVICE Raw<16> decode_load(const u8* p) {  // not read-only: the previous kernel may write it after this one started
+    const uint4 words = *reinterpret_cast<const uint4*>(p);
+    return {{words.x, words.y, words.z, words.w}};
+}
+
+// Activations of `k` from `first` on, in shared memory.
+template <typename T, int PARTS>
+struct DecodeRows {
+    const u8* x;
+    i64 pitch;  // bytes
+    int m, k;
+    int first, vectors;  // of the block's part: eight elements each, those past k are zeros
+    ptx::SharedAddress to;
+    int to_pitch;
+
+    // Place of vector v of a token.
+    RTK_DEVICE static int place(int v) {
+        if constexpr (PARTS == 1) return v * 16;
+        const int step = v / (4 * PARTS), inside = v % (4 * PARTS);
+        return (step * 4 * PARTS + inside % PARTS * 4 + inside / PARTS) * 16;
+    }
+
+    RTK_DEVICE void copy() const {
+        constexpr int kInFlight = 4;
+#pragma unroll 1
+        for (int begin = threadIdx.x; begin < m * vectors; begin += kInFlight * 32 * kDecodeWarps) {
+            Raw<16> raw[kInFlight];
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                const int at = begin + i * 32 * kDecodeWarps, token = at / vectors, v = first + at - token * vectors;
+                clear(raw[i]);
+                if (token < m && 8 * v < k) raw[i] = decode_load(x + token * pitch + v * 16);
+            }
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                const int at = begin + i * 32 * kDecodeWarps, token = at / vectors, v = at - token * vectors;
+                if (token < m) ptx::st_shared_16(to + (token * to_pitch + place(v)), raw[i]);
+            }
+        }
+    }
+
+    // Copies the block's part and stores sums of squares of whole rows: 2^share_shift warps share a token.
+    RTK_DEVICE void copy_and_square(float* squares, int share_shift) const {
+        constexpr int kInFlight = 6;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = k / 8;
+        const int share = warp & (1 << share_shift) - 1, stride = 32 << share_shift;
+        for (int token = warp >> share_shift; token < m; token += kDecodeWarps >> share_shift) {
+            float square = 0.0f;
+#pragma unroll 1
+            for (int begin = share * 32 + lane; begin < all; begin += kInFlight * stride) {
+                Raw<16> raw[kInFlight];
+#pragma unroll
+                for (int i = 0; i < kInFlight; ++i) {
+                    clear(raw[i]);
+                    if (begin + i * stride < all) raw[i] = decode_load(x + token * pitch + (begin + i * stride) * 16);
+                }
+#pragma unroll
+                for (int i = 0; i < kInFlight; ++i) {
+                    float value[8];
+                    unpack<T, 8>(raw[i], value);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) square = fmaf(value[e], value[e], square);
+                    const int v = begin + i * stride - first;
+                    if (begin + i * stride < all && v >= 0 && v < vectors) ptx::st_shared_16(to + (token * to_pitch + place(v)), raw[i]);
+                }
+            }
+            square = warp_reduce<Sum>(square);
+            if (lane == 0) squares[(token << share_shift) + share] = square;
+        }
+        for (int token = 0; token < m; ++token)
+            for (int v = all - first + static_cast<int>(threadIdx.x); v < vectors; v += 32 * kDecodeWarps)
+                if (v >= 0) ptx::st_shared_16(to + (token * to_pitch + place(v)), Raw<16>{});
+    }
+
+    // Multiplies what was copied; `weight`: in shared memory, for the block's part.
+    RTK_DEVICE void normalize(const float* squares, int share_shift, ptx::SharedAddress weight, float offset,
+                              float eps) const {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < m * vectors; i += 32 * kDecodeWarps) {
+            const int token = i / vectors, v = i - token * vectors;
+            if (8 * (first + v) >= k) continue;
+            float square = 0.0f;
+            for (int s = 0; s < 1 << share_shift; ++s) square += squares[(token << share_shift) + s];
+            const float rstd = rsqrtf(square / static_cast<float>(k) + eps);
+            float value[8], gain[8];
+            const ptx::SharedAddress own = to + (token * to_pitch + place(v));
+            unpack<T, 8>(ptx::ld_shared_16(own), value);
+            unpack<T, 8>(ptx::ld_shared_16(weight + v * 16), gain);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) value[e] = value[e] * rstd * (offset + gain[e]);
+            ptx::st_shared_16(own, pack<T, 8>(value));
+        }
+    }
+};
+
+// `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
+// each, `groups` of them, 0 if one serves all of k. `granule`: steps that parts of k and of warps are multiples of.
+template <typename Codes, typename Math, int TOKENS>
+__global__ void __launch_bounds__(32 * kDecodeWarps, 2)
+    gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
+                const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
+                i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
+                i64 pass_octets_, i64 flags, i64 types, double eps, double offset) {
+    extern __shared__ __align__(128) u8 memory[];
+    __shared__ float squares[16 * 8];
+    using Warp = DecodeWarp<Codes, Math, TOKENS>;
+    using Rows = DecodeRows<Math, Warp::kParts>;
+    constexpr int kOctetSums = 64 * TOKENS;
+    const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
+    const bool gated = (flags & kDecodeGated) != 0, scaled = groups != 0;
+    auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int columns = gated ? 4 : 8;  // results of an octet
+    const int pass_octets = static_cast<int>(pass_octets_);
+    const int parts = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
+    const int all_octets = (static_cast<int>(n) + columns - 1) / columns;
+    const int first_octet = static_cast<int>(blockIdx.y * octets_);
+    const int octets = min(static_cast<int>(octets_), all_octets - first_octet);
+    const DecodeWeights weights = {weight, scaled ? scale : nullptr, weight_pitch, static_cast<i64>(k) * Warp::Weights::kBits / 8,
+                                   scale_row, scale_group, static_cast<int>(scale_shift), static_cast<int>(n),
+                                   static_cast<int>(groups), gated};
+    const CodeOptions options = {(flags & kSignedCodes) != 0};
+
+    // Steps of the block, and of this warp, in granules.
+    constexpr int kGranule = Warp::kGroupSteps == 2 ? 2 : 1;
+    const int granules = (k + kGranule * Warp::kDepth - 1) / (kGranule * Warp::kDepth);
+    const int all_steps = (k + Warp::kDepth - 1) / Warp::kDepth;
+    const int block_begin = granules * rank / parts, block_end = granules * (rank + 1) / parts;
+    const int along_k = kDecodeWarps >> row_shift, warp_k = warp >> row_shift, warp_row = warp & (1 << row_shift) - 1;
+    const int begin = (block_begin + (block_end - block_begin) * warp_k / along_k) * kGranule;
+    const int end = min((block_begin + (block_end - block_begin) * (warp_k + 1) / along_k) * kGranule, all_steps);
+    const int units = (max(end - begin, 0) + kDecodeSteps - 1) / kDecodeSteps;  // of an octet
+    // Steps of a unit, as equal as possible.
+    const int unit_steps = units == 0 ? 0 : ((end - begin + units - 1) / units + kGranule - 1) / kGranule * kGranule;
+
+    const int slot_bytes = kDecodeSlotBytes + (scaled ? 4 * kDecodeScales : 0);
+    const ptx::SharedAddress base = ptx::shared_address(memory), ring = base + warp * (kDecodeRing * slot_bytes);
+    const int rings = kDecodeWarps * kDecodeRing * slot_bytes;
+    const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
+    const int row_bytes = steps * (2 * Warp::kDepth);
+    const int pitch = (row_bytes + 127 & ~127) + 64;
+    const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base + rings, pitch};
+    u8* const norm_in_shared = memory + rings + m * pitch;
+    float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
+    float* const received = sums + along_k * pass_octets * kOctetSums;
+
+    int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;
+    auto fetch = [&]() {
+        if (fetch_octet < octets && units != 0) {
+            const int count = min(unit_steps, end - fetch_at);
+            weights.fetch(ring + fetch_slot * slot_bytes, lane, first_octet + fetch_octet, fetch_at, count, fetch_at / Warp::kGroupSteps);
+            fetch_at += count;
+            if (fetch_at >= end) fetch_at = begin, fetch_octet += 1 << row_shift;
+            if (++fetch_slot == kDecodeRing) fetch_slot = 0;
+        }
+        ptx::cp_async_commit();
+    };
+    const bool constant = (flags & kConstantWeights) != 0;
+    if (!constant) ptx::wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
+    if (norm_weight != nullptr) {
+#pragma unroll 1
+        for (int v = threadIdx.x; v < rows.vectors; v += 32 * kDecodeWarps) {
+            Raw<16> raw = {};
+            if (8 * (rows.first + v) < k) raw = decode_load(norm_weight + (rows.first + v) * 16);
+            ptx::st_shared_16(ptx::shared_address(norm_in_shared) + v * 16, raw);
+        }
+    }
+    ptx::launch_dependents();
+    if (constant) ptx::wait_for_previous();
+
+    const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
+    // Result i of a pass is column i % width of token i / width.
+    struct Terms {
+        float scale, up_scale, bias, up_bias, residual;
+    };
+    auto terms_of = [&](int token, int column) {
+        Terms terms = {1.0f, 1.0f, 0.0f, 0.0f, 0.0f};
+        if (column >= n) return terms;
+        if (scale != nullptr && !scaled) {
+            const bool by_row = (flags & kScaleByRow) != 0;
+            terms.scale = scale[by_row ? (column >> scale_shift) * scale_row : 0];
+            terms.up_scale = gated ? scale[by_row ? (column + n >> scale_shift) * scale_row : 0] : 1.0f;
+        }
+        if (bias != nullptr) {
+            terms.bias = skinny_load(bias, column, type(0));
+            if (gated) terms.up_bias = skinny_load(bias, column + n, type(0));
+        }
+        if (residual != nullptr) terms.residual = skinny_load(residual, token * residual_pitch + column, type(1));
+        return terms;
+    };
+    // Those of a thread's first result are loaded here, before they are needed.
+    Terms held;
+    {
+        const int width = min(pass_octets, octets) * columns, token = static_cast<int>(threadIdx.x) / width;
+        held = terms_of(min(token, m - 1), first_octet * columns + static_cast<int>(threadIdx.x) - token * width);
+    }
+
+    if (norm_weight != nullptr) {
+        const int share_shift = m == 1 ? 3 : m == 2 ? 2 : m <= 4 ? 1 : 0;
+        rows.copy_and_square(squares, share_shift);
+        __syncthreads();
+        rows.normalize(squares, share_shift, ptx::shared_address(norm_in_shared), static_cast<float>(offset),
+                       static_cast<float>(eps));
+    } else {
+        rows.copy();
+    }
+    __syncthreads();
+
+    const ptx::SharedAddress own_x = base + (rings + min(g, m - 1) * pitch + t * 16);
+    const ptx::SharedAddress high_x = base + (rings + min(g + 8, m - 1) * pitch + t * 16);
+    const u32 own_row = g * kDecodeRowBytes + t * 16, swizzle = (g & 1) * 64;
+    int slot = 0;
+#pragma unroll 1
+    for (int first = 0; first < octets; first += pass_octets) {
+        const int here = min(pass_octets, octets - first);  // octets of this pass
+#pragma unroll 1
+        for (int octet = warp_row; octet < here; octet += 1 << row_shift) {
+            Warp own;
+            own.clear();
+#pragma unroll 1
+            for (int at = begin; at < end; at += unit_steps) {
+                ptx::cp_async_wait<kDecodeRing - 2>();
+                __syncwarp();
+                fetch();
+                const ptx::SharedAddress now = ring + slot * slot_bytes;
+                if (++slot == kDecodeRing) slot = 0;
+                const int count = min(unit_steps, end - at);
+                const int x_at = (at - first_step) * (2 * Warp::kDepth);
+#pragma unroll 2
+                for (int s = 0; s < count; ++s) {
+                    const Raw<16> raw = ptx::ld_shared_16(now + (own_row + ((64 * s) ^ swizzle)));
+                    own.step(options, raw, own_x + (x_at + s * (2 * Warp::kDepth)), high_x + (x_at + s * (2 * Warp::kDepth)));
+                    if (scaled && ((s + 1) % Warp::kGroupSteps == 0 || s + 1 == count)) {
+                        const Raw<8> two = ptx::ld_shared_8(now + (kDecodeSlotBytes + (s / Warp::kGroupSteps * 8 + 2 * t) * 4));
+                        own.promote(make_float2(__uint_as_float(two.w[0]), __uint_as_float(two.w[1])));
+                    }
+                }
+            }
+            if (!scaled) own.promote(make_float2(1.0f, 1.0f));
+            own.settle_flags(t);
+            float* to = sums + (warp_k * pass_octets + octet) * kOctetSums + g * 8 + 2 * t;
+            *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
+            if constexpr (TOKENS == 2) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
+        }
+        auto of_warps = [&](int octet, int place) {
+            float sum = 0.0f;
+#pragma unroll 1
+            for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * kOctetSums + place];
+            return sum;
+        };
+        const int share = (pass_octets + parts - 1) / parts;  // octets that a block finishes
+        if (parts > 1) {
+            ptx::cluster_barrier();  // also: others have read what was sent in the last pass
+            for (int i = threadIdx.x; i < here * 8 * m; i += 32 * kDecodeWarps) {
+                const int octet = i / (8 * m), place = i - octet * 8 * m;
+                float* to = received + (rank * share + octet / parts) * kOctetSums + place;
+                ptx::st_cluster(ptx::shared_address(to), octet % parts, of_warps(octet, place));
+            }
+            ptx::cluster_barrier();
+        } else {
+            __syncthreads();
+        }
+        auto whole = [&](int octet, int place) {
+            if (parts == 1) return of_warps(octet, place);
+            float sum = 0.0f;
+#pragma unroll 1
+            for (int p = 0; p < parts; ++p) sum += received[(p * share + octet / parts) * kOctetSums + place];
+            return sum;
+        };
+        const int width = here * columns;
+        for (int i = threadIdx.x; i < width * m; i += 32 * kDecodeWarps) {
+            const int token = i / width, inside = i - token * width, octet = inside / columns, c = inside % columns;
+            const int column = (first_octet + first) * columns + inside;
+            if (column >= n || (parts > 1 && octet % parts != rank)) continue;
+            const Terms terms = first == 0 && i == static_cast<int>(threadIdx.x) ? held : terms_of(token, column);
+            constexpr float kFactor = Warp::Weights::kFactor;
+            const float value = fmaf(whole(octet, token * 8 + c) * kFactor, terms.scale, terms.bias);
+            float up = 1.0f;
+            if (gated) up = fmaf(whole(octet, token * 8 + c + 4) * kFactor, terms.up_scale, terms.up_bias);
+            float result = skinny_activation(value, store.act);
+            if (gated) result *= up;
+            store.write(token * out_pitch + column, result + terms.residual);
+        }
+        if (parts == 1 && first + pass_octets < octets) __syncthreads();
+    }
+}
+
+}  // namespace rtk

@@ -1,0 +1,137 @@
+"""A linear layer of a decoding step in one launch: norm in front, activation and residual behind."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm import checks, decode_plan, reference
+from rtkernels.ops.gemm.checks import TOKENS, Operand
+from rtkernels.ops.gemm.product import Product
+from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.layout import check_same, row_stride
+from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Operator, Rows
+from rtkernels.runtime.operator.kinds import meta_of
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
+from rtkernels.runtime.operator.registry import Op
+
+_HALVES = (torch.bfloat16, torch.float16)
+_TENSORS = (
+    Rows("a", _HALVES),
+    Rows("b", None),
+    Argument("scale_b", None, optional=True),
+    Dense("bias", None, optional=True),
+    Rows("add", None, optional=True),
+    Aligned("norm_weight", None, optional=True),
+)
+_OPTIONS = "str? packed, str? act, bool gated, bool constant, float eps, float offset"
+
+
+class DecodeLinear(NamedTuple):
+    """Arguments of the operator. Checks and plans get metas in place of tensors."""
+
+    a: Any
+    b: Any
+    scale_b: Any
+    bias: Any
+    add: Any
+    norm_weight: Any
+    packed: str | None
+    act: str | None
+    gated: bool
+    constant: bool
+    eps: float = 0.0
+    offset: float = 0.0
+
+    @property
+    def metas(self) -> DecodeLinear:
+        """The same with metas of tensors."""
+        return DecodeLinear(*checks.metas(*self[: len(_TENSORS)]), *self[len(_TENSORS) :])
+
+
+class _Described(NamedTuple):
+    product: Product
+    left: Operand
+    right: Operand
+
+
+def _describe(call: DecodeLinear) -> _Described:
+    a, b = call.a, call.b
+    checks.check_devices(a=a, b=b, scale_b=call.scale_b, bias=call.bias, add=call.add, norm_weight=call.norm_weight)
+    packed = None if call.packed is None else f"-,{call.packed}"
+    left, right, _, scales = checks.operands_of(a, b, None, call.scale_b, "auto", "nk", packed)
+    n = right.rows
+    if call.gated:
+        if n % 2 or call.act is None:
+            raise ArgumentError(f"b has {n} rows and act is {call.act!r}; expected two halves and an activation")
+        n //= 2
+    checks.check_act(call.act)
+    if call.norm_weight is not None:
+        check_same("norm_weight", call.norm_weight.dtype, a.dtype, "dtype", of="a")
+        check_same("norm_weight", tuple(call.norm_weight.shape), (left.k,), "shape", of="the last dimension of a")
+    add_pitch = n
+    if call.add is not None:
+        check_same("add", tuple(call.add.shape), (*a.shape[:-1], n), "shape", of="the result")
+        check_same("add", call.add.dtype, a.dtype, "dtype", of="a")
+        found = row_stride(call.add.shape, call.add.stride)
+        add_pitch = n if found is None else found
+    product = Product(
+        left.rows, n, left.k, left.matrix, right.matrix, checks.dense_result(a.dtype, left.rows, n), None, scales,
+        bias=checks.check_vector("bias", call.bias, right.rows),
+        add=None if call.add is None else TOKENS[call.add.dtype], add_pitch=add_pitch,
+        act=None if call.gated else call.act, gate=call.act if call.gated else None,
+    )  # fmt: skip
+    return _Described(product, left, right)
+
+
+def _without_add(p: Product) -> Product:
+    return p._replace(add=None)
+
+
+def _plan(call: DecodeLinear, device: int) -> Steps:
+    p = _describe(call).product
+    if decode_plan.unsupported(_without_add(p), device_info(device).target) is not None:
+        return IN_TORCH
+    return decode_plan.launches(p, device, call.norm_weight is not None, call.constant)
+
+
+def _outputs(call: DecodeLinear) -> tuple[Memory]:
+    rows = call.b.shape[0]
+    return (Memory((*call.a.shape[:-1], rows // 2 if call.gated else rows), call.a.dtype),)
+
+
+def _reference(call: DecodeLinear) -> Tensor:
+    described = _describe(call.metas)
+    a = call.a
+    if call.norm_weight is not None:
+        x = a.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * (call.offset + call.norm_weight.float())
+        a = x.to(a.dtype)
+    p = _without_add(described.product)
+    sums = reference.product(p, described.left, described.right, a, call.b, None, call.scale_b, None, call.bias, None)
+    result = sums.reshape(*call.a.shape[:-1], p.n)
+    return (result if call.add is None else result + call.add.float()).to(call.a.dtype)
+
+
+FORWARD = Operator(
+    "decode_linear", _TENSORS, options=_OPTIONS, numbers="eps offset", results="out", outputs=_outputs, plan=_plan,
+    reference=_reference, check=_describe,
+)  # fmt: skip
+
+
+def unsupported(
+    a: Tensor, b: Tensor, scale_b: Tensor | None = None, packed: str | None = None, gated: bool = False
+) -> str | None:
+    """Return why the kernel cannot compute a product, None if it can."""
+    call = DecodeLinear(
+        *map(meta_of, (a, b, scale_b)), None, None, None, packed, "silu" if gated else None, gated, False
+    )
+    if not (a.is_cuda or a.get_device() < 0):
+        return f"no kernels for {a.device}"
+    return decode_plan.unsupported(_describe(call).product, device_info(a.get_device()).target)
+
+
+OP = Op("decode_linear", public=(), kernels=decode_plan.KERNELS, torch_ops=(FORWARD,))

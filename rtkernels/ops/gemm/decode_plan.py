@@ -1,0 +1,191 @@
+"""Products of decoding steps, up to 16 rows whose weights are read once: kernel record and launches.
+
+A backend of ``product``: 16-bit activations, weights of 16, 8 or 4 bits, every target from sm_80 on. The op
+``decode_linear`` adds a norm in front.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product, Scales
+from rtkernels.runtime.launch.device import device_info, shared_limit
+from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.targets import Target
+
+MAX_ROWS = 16
+
+# As in gemm_decode_stage.cuh.
+_WARPS = 8
+_RING = 3  # slots of a warp
+_STEPS = 6  # of 64 bytes, of a slot
+_SCALES = 64  # of a slot
+_PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
+_PASS = 64  # octets of a pass, times warps along k
+_GROUP = 128  # of k, that share a scale
+_STATIC = 1024  # shared memory that is not dynamic, and what the driver takes
+
+_CODES = {
+    "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes",
+}  # fmt: skip
+_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
+_ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
+_GATED, _CONSTANT, _SIGNED, _BY_ROW = 1, 2, 4, 8
+
+KERNEL = Kernel(
+    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=128, tier="serve",
+    args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
+    "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 flags:i64 types:i64 eps:f64 offset:f64",
+    variants=[
+        (codes or math, math, tokens)
+        for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
+    ],
+)  # fmt: skip
+KERNELS = (KERNEL,)
+
+
+class Shape(NamedTuple):
+    """How a launch is cut: blocks that share k, octets of a block, warps of a block along octets, shared memory."""
+
+    parts: int
+    octets: int
+    row_shift: int
+    shared: int
+
+
+def unsupported(product: Product, target: Target) -> str | None:
+    """Return why this backend cannot compute a product, or None."""
+    p = product
+    if p.groups is not None:
+        return "no grouped products"
+    if p.m > MAX_ROWS:
+        return f"{p.m} rows of a; {MAX_ROWS} at the highest"
+    if p.quantized is not None or p.accumulate or p.global_scale or p.scale_a is not None:
+        return "no quantised results, sums with the output, global scales or scales of a"
+    if p.sums != "fp32":
+        return f"no sums of kind {p.sums!r}"
+    if p.a.token not in FLOAT16 or p.b.token not in _CODES or (p.b.token in FLOAT16 and p.b.token != p.a.token):
+        return f"no {p.a.token} activations with {p.b.token} weights"
+    if p.a.across or p.b.across:
+        return "rows of memory are those of the summed dimension"
+    if not (p.a.aligned and p.b.aligned) or p.k * BYTES[p.b.token] % 16 or p.k % 8 or not p.k:
+        return "rows are no multiples of 16 bytes"
+    if p.out.token not in _TYPES:
+        return f"no results of type {p.out.token}"
+    if p.add and (p.act or p.gate):
+        return "a matrix to add and an activation"
+    if max(p.k, p.n, p.a.pitch, p.b.pitch) >= 1 << 24:
+        return "more steps than a launch counts"
+    if p.scale_b is not None and not _fits(p.scale_b, p):
+        return f"scales of b for {p.scale_b.rows} x {p.scale_b.depth}"
+    return None if _shape(p, target, 132, False) else "too little shared memory"
+
+
+def _fits(s: Scales, p: Product) -> bool:
+    if s.token != "fp32" or s.swizzled or s.rows not in (0, 1, 128) or p.b.token in FLOAT16:
+        return False
+    return not _varies(s, p.k) or s.depth == _GROUP
+
+
+def _varies(s: Scales | None, k: int) -> bool:
+    return s is not None and 0 < s.depth < k
+
+
+def _steps_of(p: Product) -> tuple[int, int]:
+    """Return how many granules k has, which are not split, and the steps of a granule."""
+    depth = int(64 / BYTES[p.b.token])
+    granule = 2 if depth == 64 else 1
+    return -(-p.k // (depth * granule)), granule
+
+
+def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
+    """Return the shape of a launch that reads the fewest bytes on its busiest SM, None if none fits."""
+    columns = 4 if p.gate else 8
+    octets = -(-p.n // columns)
+    granules, granule = _steps_of(p)
+    found: list[tuple[float, Shape]] = []
+    for parts in _PARTS if "cluster" in target.features else (1,):
+        if parts > granules or (parts > 2 and found):  # clusters of four leave SMs without a block
+            break
+        own = -(-octets // max(sms // parts, 1))
+        steps = -(-granules // parts) * granule
+        for row_shift in range(4):
+            shared = _shared(p, own, steps, row_shift, parts, normed)
+            if shared > shared_limit(target) - _STATIC:
+                continue
+            along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
+            per_octet = -(-steps // along_k)
+            busiest = -(-own // along_rows) * (per_octet + -(-per_octet // _STEPS))
+            passes = -(-own // min(_PASS // along_k, own))
+            found.append((_WARPS * busiest + 12 * passes + 16 * (parts - 1), Shape(parts, own, row_shift, shared)))
+    return min(found)[1] if found else None
+
+
+def _shared(p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool) -> int:
+    """Return the bytes of shared memory of a block."""
+    tokens = 2 if p.m > 8 else 1
+    slot = 8 * 64 * _STEPS + (4 * _SCALES if _varies(p.scale_b, p.k) else 0)
+    row = steps * int(128 / BYTES[p.b.token])
+    along_k = _WARPS >> row_shift
+    together = min(_PASS // along_k, octets)
+    sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
+    return _WARPS * _RING * slot + p.m * (-(-row // 128) * 128 + 64) + row * normed + 256 * tokens * sums
+
+
+def steps(product: Product, device: int) -> Steps:
+    """Return the launch of a product that ``unsupported`` accepts."""
+    return launches(product, device)
+
+
+def launches(product: Product, device: int, norm: bool = False, constant: bool = False) -> Steps:
+    """Return the launch of a product, with a norm of the rows of a if `norm` is set.
+
+    Args:
+        product: The product; its `add` is added behind an activation.
+        device: CUDA ordinal, or -1 for the host emulator.
+        norm: The rows of a are normalised first; the call has numbers ``eps`` and ``offset``.
+        constant: No kernel that may still be running writes the weights, so that they are loaded without waiting.
+    """
+    p, info = product, device_info(device)
+    if p.m == 0 or p.n == 0:
+        return Steps()
+    shape = _shape(p, info.target, info.sm_count, norm)
+    if shape is None:
+        raise ValueError(f"the decoding kernel does not compute this product: {unsupported(p, info.target)}")
+    s, varies = p.scale_b, _varies(p.scale_b, p.k)
+    octets, size = -(-p.n // (4 if p.gate else 8)), BYTES[p.b.token]
+    flags = (
+        _GATED * (p.gate is not None) + _CONSTANT * constant + _SIGNED * (p.b.token == "int4")
+        + _BY_ROW * (s is not None and s.rows != 0)
+    )  # fmt: skip
+    types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
+    along_k = _WARPS >> shape.row_shift
+    launch = KERNEL.bind(
+        (_CODES[p.b.token], p.a.token, 2 if p.m > 8 else 1),
+        device,
+        (shape.parts, -(-octets // shape.octets)),
+        32 * _WARPS,
+        shape.shared,
+        overlap=True,
+        cluster=shape.parts,
+    )
+    numbers = (
+        p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
+        s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
+        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, min(_PASS // along_k, shape.octets), flags,
+        sum(value << 4 * i for i, value in enumerate(types)),
+    )  # fmt: skip
+    return Steps(
+        Step(
+            launch, "a", "b", "scale_b" if s else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+            "norm_weight" if norm else 0, "out", *numbers, *(("eps", "offset") if norm else (0.0, 0.0)),
+        )
+    )  # fmt: skip
+
+
+def summary(product: Product, target: Target) -> str:
+    """Return the tile of a product, for ``explain``."""
+    shape = _shape(product, target, 132, False)
+    return f"{shape.octets} octets of weight rows per block, k shared by {shape.parts} blocks" if shape else ""

@@ -1,0 +1,122 @@
+"""Decoding steps with norms and residual sums inside of products: logits, report, what runs as usual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rtkernels import models
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from support.generation import model_of, padded, programs
+from support.tiny_models import build, tokens
+
+from rtkernels.models import decoding
+from rtkernels.models.served import ServedLinear
+from rtkernels.ops.gemm import decode_linear
+
+pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
+
+def _generated(model, batch: int = 3, **options):
+    return model.generate(tokens(batch, 9), max_new_tokens=8, do_sample=False, eos_token_id=None, **options)
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list:
+    calls, own = [], decode_linear.FORWARD.call
+
+    def call(*arguments):
+        calls.append(arguments)
+        return own(*arguments)
+
+    monkeypatch.setattr(decode_linear.FORWARD, "call", call)
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_layers_of_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four products of a layer and the head, with norm, gate and residual; tokens as with the usual modules."""
+    model = model_of(kind, torch.bfloat16)
+    report = models.patch(model, attention=True, fused_layers=True)
+    with monkeypatch.context() as context:
+        context.setattr(decoding, "MAX_ROWS", 0)
+        wanted = _generated(model, **padded())
+    assert not report.in_steps and not report.not_captured
+    calls = _calls(monkeypatch)
+    models.unpatch(model)
+    report = models.patch(model, attention=True, fused_layers=True)
+    got = _generated(model, **padded())
+    layers = model.config.num_hidden_layers
+    assert torch.equal(got[:, : 9 + 4], wanted[:, : 9 + 4])  # later tokens may differ after a tie
+    assert list(report.in_steps.values()) == [None] * layers and not report.not_captured
+    assert f"{layers} x decoder layer with norms and sums inside of products" in str(report)
+    assert len(programs(model)) == 1 and len(calls) == (4 * layers + 1) * (programs(model)[0].count + 1)
+
+
+def test_logits_are_as_close_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of 16-bit logits against fp32 are no larger than those of the usual modules."""
+    errors = []
+    for rows in (0, 16):
+        monkeypatch.setattr(decoding, "MAX_ROWS", rows)
+        total = 0.0
+        for seed in range(3):
+            torch.manual_seed(seed)
+            exact = model_of("qwen3")
+            model = model_of("qwen3", torch.bfloat16)
+            model.load_state_dict(exact.state_dict())
+            exact.load_state_dict(model.state_dict())
+            models.patch(model, attention=True, fused_layers=True)
+            ids = tokens(2, 9)
+            with torch.no_grad():
+                model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+                program = programs(model)[0]
+                ids = torch.cat([ids, model.generate(ids, max_new_tokens=1, do_sample=False)[:, -1:]], 1)
+                program.rows.length.fill_(9)
+                program.rows.position.fill_(9)
+                program.rows.token.copy_(ids[:, -1:])
+                got = program.logits(model).float()
+                wanted = exact(ids).logits[:, -1]
+            total += float((got - wanted).norm() / wanted.norm())
+        errors.append(total)
+    assert errors[1] <= 1.15 * errors[0]
+
+
+def test_hooks_and_other_layers_run_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_moe", torch.bfloat16)
+    report = models.patch(model, attention=True, fused_layers=True)
+    _generated(model)
+    assert set(report.in_steps.values()) == {"its attention or MLP is not fused"}
+    assert "not fused further: its attention or MLP is not fused" in str(report)
+
+
+def test_float32_and_many_rows_run_as_usual() -> None:
+    for model, batch in ((model_of("llama"), 2), (model_of("llama", torch.bfloat16), 17)):
+        report = models.patch(model, attention=True, fused_layers=True)
+        _generated(model, batch)
+        assert not report.in_steps
+
+
+def test_only_in_steps() -> None:
+    model = model_of("llama", torch.bfloat16)
+    report = models.patch(model, attention=True, fused_layers=True)
+    with torch.no_grad():
+        model(tokens(1, 4))
+    assert not report.in_steps
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_served_models(head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3", hidden_size=128, intermediate_size=256, tie_word_embeddings=True).to(torch.bfloat16).eval()
+    embedding = model.get_input_embeddings().weight
+    models.serve_fp8(model, head=head)
+    codes = model.get_output_embeddings().weight
+    assert codes.dtype == (torch.float8_e4m3fn if head else torch.bfloat16)
+    assert model.get_input_embeddings().weight is embedding and embedding.dtype == torch.bfloat16
+    report = models.patch(model, attention=True, fused_layers=True)
+    calls = _calls(monkeypatch)
+    _generated(model)
+    assert set(report.in_steps.values()) == {None} and not report.not_captured
+    assert any(call[1].dtype == codes.dtype and call[1].shape == codes.shape for call in calls)
+    models.unpatch(model)
+    assert type(model.get_output_embeddings()) is (ServedLinear if head else torch.nn.Linear)

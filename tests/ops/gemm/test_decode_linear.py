@@ -1,0 +1,194 @@
+"""The linear layer of decoding steps: formats, sizes, norm, gate, residual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.compare import running_on
+from support.places import at
+
+import rtkernels
+from rtkernels.ops.gemm import decode_plan
+from rtkernels.ops.gemm.decode_linear import FORWARD
+from rtkernels.ops.gemm.product import Matrix, Product
+from rtkernels.ops.quant import pack
+from rtkernels.runtime import targets
+
+F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FORMATS = {
+    "16bit": None, "e4m3_block": "block", "e4m3_row": "row", "e4m3_tensor": "tensor", "int8_row": "row",
+    "int4_group": "group", "uint4_row": "row",
+}  # fmt: skip
+
+
+def weights(name: str, n: int, k: int, dtype: torch.dtype, g: torch.Generator):
+    """Return codes, scales, `packed`, and the values in fp64."""
+    kind = FORMATS[name]
+    if kind is None:
+        w = torch.randn(n, k, generator=g).to(dtype)
+        return w, None, None, w.double()
+    shapes = {"block": (-(-n // 128), -(-k // 128)), "row": (n,), "tensor": (), "group": (n, -(-k // 128))}
+    scale = torch.rand(shapes[kind], generator=g) + 0.5
+    if kind == "block":
+        factor = scale.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    elif kind == "group":
+        factor = scale.double().repeat_interleave(128, 1)[:, :k]
+    else:
+        factor = scale.double()[:, None] if kind == "row" else scale.double()
+    if name.startswith("e4m3"):
+        codes = torch.randn(n, k, generator=g).to(torch.float8_e4m3fn)
+        return codes, scale, None, codes.double() * factor
+    if name.startswith("int8"):
+        codes = torch.randint(-128, 128, (n, k), generator=g).to(torch.int8)
+        return codes, scale, None, codes.double() * factor
+    packed = name.split("_")[0]
+    codes = torch.randint(0, 256, (n, k // 2), generator=g).to(torch.uint8)
+    return codes, scale, packed, pack.nibble_values(codes, packed, torch.float64) * factor
+
+
+def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: bool = False, act: str | None = None,
+         gated: bool = False, add: bool = False, bias: bool = False, lead: tuple[int, ...] = ()):  # fmt: skip
+    """Return arguments of the operator, the exact result and the error that fp32 sums and one rounding may have."""
+    g = torch.Generator().manual_seed(m + n + k)
+    x = torch.randn(*lead, m, k, generator=g).to(dtype)
+    codes, scale, packed, values = weights(name, 2 * n if gated else n, k, dtype, g)
+    norm_weight = (torch.rand(k, generator=g) + 0.5).to(dtype) if norm else None
+    residual = torch.randn(*lead, m, n, generator=g).to(dtype) if add else None
+    biases = torch.randn(values.shape[0], generator=g) if bias else None
+    exact = x.double()
+    if norm:
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6) * (1.0 + norm_weight.double())
+        exact = exact.to(dtype).double()
+    magnitude = exact.abs() @ values.abs().t()
+    exact = exact @ values.t() + (0 if biases is None else biases.double())
+    slack = magnitude * 2.0**-21 + (magnitude * torch.finfo(dtype).eps * 0.02 if norm else 0.0)
+    if gated:
+        (gate, up), (e_gate, e_up) = exact.chunk(2, -1), slack.chunk(2, -1)
+        act_of = {
+            "silu": torch.nn.functional.silu,
+            "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        }
+        slack = e_gate * up.abs() * 1.2 + e_up * gate.abs() + gate.abs() * up.abs() * 2.0**-20
+        exact = act_of[act](gate) * up
+    elif act == "relu":
+        exact = exact.relu()
+    exact = exact if residual is None else exact + residual.double()
+    arguments = (x, codes, scale, biases, residual, norm_weight, packed, act, gated, False, 1e-6, 1.0)
+    return arguments, exact, slack + exact.abs() * torch.finfo(dtype).eps * 0.51 + 1e-30
+
+
+def checked(given, target: str = "sm_90", **options) -> torch.Tensor:
+    arguments, exact, error = given
+    with rtkernels.emulate(target, **options):
+        out = FORWARD.call(*arguments)
+    wrong = ((out.double() - exact).abs() > error) | out.isnan()
+    assert not wrong.any(), ((out.double() - exact).abs() / error).max()
+    return out
+
+
+@pytest.mark.parametrize("target", ("sm_80", "sm_90"))
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, dtype: torch.dtype, target: str) -> None:
+    checked(case(name, 3, 45, 352, dtype), target)
+
+
+@pytest.mark.parametrize("m", (1, 2, 4, 5, 8, 9, 16))
+def test_rows(m: int) -> None:
+    checked(case("16bit", m, 37, 776, norm=True, add=True))
+
+
+@pytest.mark.parametrize("name", ("16bit", "e4m3_block", "int4_group"))
+@pytest.mark.parametrize(("m", "n", "k"), ((1, 2, 64), (11, 150, 1088), (2, 9, 32), (1, 1100, 160), (16, 8, 2048)))
+def test_sizes(name: str, m: int, n: int, k: int) -> None:
+    checked(case(name, m, n, k))
+
+
+@pytest.mark.parametrize("k", (8, 24, 40, 520))
+def test_odd_depths(k: int) -> None:
+    checked(case("16bit", 2, 19, k, norm=True))
+
+
+@pytest.mark.parametrize("name", ("16bit", "e4m3_block", "int4_group"))
+@pytest.mark.parametrize("target", ("sm_80", "sm_90"))
+def test_norm_gate_and_bias(name: str, target: str) -> None:
+    checked(case(name, 2, 66, 320, norm=True, gated=True, act="silu", bias=True), target)
+    checked(case(name, 10, 5, 320, FP16, gated=True, act="gelu_tanh", add=True), target)
+    checked(case(name, 1, 7, 128, bias=True, act="relu", add=True), target)
+
+
+def test_leading_dimensions() -> None:
+    assert checked(case("16bit", 1, 24, 64, lead=(3,), add=True)).shape == (3, 1, 24)
+
+
+def test_result_does_not_depend_on_the_order_of_blocks() -> None:
+    given = case("e4m3_block", 5, 260, 1152, norm=True)
+    first = checked(given)
+    for order in ("reverse", 3):
+        assert torch.equal(checked(given, order=order), first)
+
+
+@pytest.mark.parametrize("constant", (False, True))
+def test_behind_another_kernel(constant: bool) -> None:
+    """Weights may be loaded while the kernel before is still running, nothing else."""
+    arguments, exact, error = case("16bit", 2, 40, 256, norm=True, add=True)
+    x, *others = arguments
+    others[8] = constant
+    with rtkernels.emulate("sm_90"):
+        first = FORWARD.call(x, torch.eye(256).to(BF16), None, None, None, None, None, None, False, constant, 0.0, 0.0)
+        out = FORWARD.call(first, *others)
+    assert ((out.double() - exact).abs() <= error).all()
+
+
+@at()
+def test_special_values(place: str) -> None:
+    with running_on(place) as device:
+        x = torch.ones(2, 64, dtype=BF16, device=device)
+        x[1, 3] = torch.inf
+        w = torch.zeros(9, 64, dtype=BF16, device=device)
+        w[4, 5], w[0] = torch.nan, 1.0
+        out = FORWARD.call(x, w, None, None, None, None, None, None, False, False, 0.0, 0.0)
+        assert out[0, 0] == 64 and out[1, 0] == torch.inf and out[0, 4].isnan()
+        assert (out[0, [1, 2, 3, 5, 6, 7, 8]] == 0).all() and out[1, 1:].isnan().all()
+
+
+def test_nan_codes() -> None:
+    given = case("e4m3_row", 1, 16, 64)
+    given[0][1][3, 7] = torch.nan
+    for target in ("sm_80", "sm_90"):
+        with rtkernels.emulate(target):
+            out = FORWARD.call(*given[0])
+        assert out[0, 3].isnan() and out.isnan().sum() == 1
+
+
+def test_what_the_kernel_does_not_take_runs_in_torch() -> None:
+    checked(case("16bit", 3, 5, 13))
+    checked(case("16bit", 17, 5, 64))
+
+
+def _product(m: int, n: int, k: int, **more) -> Product:
+    return Product(m, n, k, Matrix("bf16", k), Matrix("bf16", k), Matrix("bf16", n), **more)
+
+
+def test_shapes_of_launches() -> None:
+    """On 132 SMs, no more blocks than SMs, and none much busier than the others."""
+    target = targets.parse("sm_90a")
+    for n, k, gate in ((4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None), (2048, 2048, None),
+                       (151936, 1536, None), (2560, 1536, None), (1536, 1536, None), (4608, 1536, "silu"),
+                       (1536, 4608, None)):  # fmt: skip
+        for m in (1, 16):
+            p = _product(m, n, k, gate=gate)
+            shape = decode_plan._shape(p, target, 132, True)
+            assert shape is not None, (m, n, k)
+            octets = -(-n // (4 if gate else 8))
+            busiest = shape.octets / shape.parts * 132 / octets
+            assert -(-octets // shape.octets) * shape.parts <= 132 and busiest < 1.4, (n, k, shape)
+
+
+def emulated_coverage() -> None:
+    for target in ("sm_90",):
+        with rtkernels.emulate(target):
+            for name in ("16bit", "e4m3_row", "int8_row", "int4_group"):
+                for dtype in (BF16, FP16):
+                    for m in (1, 9):
+                        FORWARD.call(*case(name, m, 8, 64, dtype)[0])
