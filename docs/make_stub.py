@@ -62,6 +62,7 @@ def _norm(statistics: str, added: int, x_bias: str) -> list[Case]:
     ]
 
 
+_STATISTICS = [f"return_{name}" for name in ("entropy", "lse", "log_sum_sq", "mean_logit", "top1")]
 _NVFP4 = {"x": "Tensor | tuple[Tensor, ...]", "up": "Tensor | tuple[Tensor, ...] | None = None"}  # codes and scales
 RESULTS: dict[str, list[Case]] = {
     "rms_norm": _norm("return_rstd", 1, "bias"),
@@ -75,6 +76,11 @@ RESULTS: dict[str, list[Case]] = {
     "rope": _switch("k", "Tensor", PAIR, "Tensor"),
     "cross_entropy": _two("return_lse", "return_accuracy"),
     "linear_cross_entropy": _two("return_lse", "return_accuracy"),
+    "linear_logprob": [
+        (dict.fromkeys(_STATISTICS, ABSENT), "Tensor"),
+        *(({name: "Literal[True]"}, "tuple[Tensor, ...]") for name in _STATISTICS),
+        ({}, "Tensor | tuple[Tensor, ...]"),
+    ],
     "quantize_fp8": [
         ({"layout": 'Literal["both"]'}, "QuantizedBoth"),
         ({"with_transposed": "Literal[True]"}, "QuantizedBoth"),
@@ -135,6 +141,7 @@ WORDS_OF: dict[tuple[str, str], str] = {
     **{(name, "granularity"): "row channel" for name in ("quantize_fp8_smooth", "dequantize_fp8_smooth")},
     **{(name, "granularity"): "token block" for name in ("quantize_qk", "sage_attention")},
     **{(name, "layout"): "row both" for name in ("quantize_fp8", "quantize_fp8_hadamard")},
+    ("linear_logprob", "save"): "stats logits projected",
     ("quantize_nvfp4", "scale_rule"): "rne ceil mse",
     ("quantize_nvfp4", "elem_rule"): "rne away zero",
     ("fp8_linear", "recipe"): f"{_FP8_RECIPES} smooth",

@@ -611,6 +611,71 @@ def linear_cross_entropy(
     out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, ...]: ...
 
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[False] =
+    False, return_lse: Literal[False] = False, return_log_sum_sq: Literal[False] = False, return_mean_logit:
+    Literal[False] = False, return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats',
+    'logits', 'projected'] = 'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None =
+    None, vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor:
+    """Return log-probabilities of tokens under ``softmax(hidden @ weight.T + bias)``, without storing all logits."""
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[True],
+    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1: bool =
+    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
+    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
+    return_lse: Literal[True], return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1: bool =
+    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
+    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
+    return_lse: bool = False, return_log_sum_sq: Literal[True], return_mean_logit: bool = False, return_top1: bool =
+    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
+    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
+    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: Literal[True], return_top1: bool =
+    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
+    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
+    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1:
+    Literal[True], fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes:
+    int | None = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
+    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1: bool =
+    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
+    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
+    tuple[Tensor | None, ...] | None = None
+) -> Tensor | tuple[Tensor, ...]: ...
+
 def dequantize_fp8(
     q: Tensor, scale: Tensor, *, granularity: Literal['tensor', 'row', 'group', 'group_t', 'block', 'channel'] =
     'tensor', dtype: torch.dtype = torch.bfloat16, scale_layout: Literal['row', 'column'] = 'row', code_dtype:

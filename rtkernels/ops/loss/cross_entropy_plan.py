@@ -128,7 +128,8 @@ def _group(vectors: int, limit: int, each: int = _CHUNKS) -> int:
     return max(16, group_threads(-(-vectors // each), limit))
 
 
-def _grid(rows: int, threads: int, segments: int = 1) -> tuple[int, int]:
+def row_grid(rows: int, threads: int, segments: int = 1) -> tuple[int, int]:
+    """Return grid and block for rows of so many threads and segments."""
     block = block_of(threads)
     grid = -(-rows // (block // threads)) * segments
     if grid > GRID_LIMIT:
@@ -208,7 +209,7 @@ def forward_step(c: Call, first: int, vocabulary: int) -> Step:
     lower = min(_FORWARD_BATCHES, c.rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
     batches = max(1, lower, -(-vectors // (limit * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
     threads = _group(vectors, limit, batches * _FORWARD_BATCH)
-    launch = FWD.bind((c.t,), c.device, *_grid(c.rows, threads))
+    launch = FWD.bind((c.t,), c.device, *row_grid(c.rows, threads))
     logits, _, *results = c.names
     evict_first = int(reads_evict_first(c.rows * c.cols * c.logits.dtype.itemsize))
     sizes = c.rows, c.cols, c.stride, c.labels_int64, c.ignore_index, first, vocabulary, threads, evict_first
@@ -221,7 +222,7 @@ def backward_step(
     """Return the launch of cross_entropy_bwd. `each`: dloss has a number for each row."""
     threads = _group(c.vectors, _BACKWARD_THREADS)
     segments = max(1, -(-c.vectors // (threads * _CHUNKS)))
-    launch = BWD.bind((c.t,), c.device, *_grid(c.rows, threads, segments))
+    launch = BWD.bind((c.t,), c.device, *row_grid(c.rows, threads, segments))
     sizes = c.rows, c.cols, c.stride, out_stride, int(each), c.labels_int64, c.ignore_index, first, vocabulary
     tensors = dloss, c.names[0], c.names[1], "labels", stats, factor, "report"
     return Step(launch, *tensors, *sizes, threads, segments, divisor(segments), *c.numbers, c.softcap)
@@ -327,7 +328,7 @@ def gradient_step(c: Call, factor: str | int, out_stride: int, overlap: bool) ->
     sizes = c.rows, c.cols, c.stride, out_stride, c.labels_int64, c.ignore_index
     if c.vectors <= SHORT:
         threads = _group(c.vectors, _SHORT_THREADS)
-        launch = GRAD_SHORT.bind((c.t,), c.device, *_grid(c.rows, threads), overlap=overlap)
+        launch = GRAD_SHORT.bind((c.t,), c.device, *row_grid(c.rows, threads), overlap=overlap)
         return Step(launch, *tensors, *sizes, threads, *c.numbers)
     grid, threads, shared, slots, blocks, in_registers = long_layout(c.vectors, c.rows, c.device)
     prefetch_switch = (-(-c.vectors // (threads * blocks)) - _L2_PREFETCH - in_registers + 1) // 2 * 2

@@ -10,7 +10,7 @@ from rtkernels.errors import ArgumentError
 
 
 class _Report:
-    """Where kernels on one device report a label outside the vocabulary: found, label, row."""
+    """Where kernels on one device report a label outside the vocabulary: found (1 labels, 2 ids), label, row."""
 
     def __init__(self, device: int) -> None:
         self.tensor = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device >= 0)
@@ -20,10 +20,11 @@ class _Report:
         values = self._values
         if values[0]:
             label, row = int(values[1]), int(values[2])
+            name, place = ("labels", "row") if values[0] == 1 else ("ids", "place")
             values[0] = 0
             raise ArgumentError(
-                f"labels has {label} in row {row} of the flattened labels, which is neither a column of the vocabulary "
-                f"nor ignore_index (on a GPU this is about an earlier call)"
+                f"{name} has {label} in {place} {row} of the flattened {name}, which is neither a column of the "
+                f"vocabulary nor ignore_index (on a GPU this is about an earlier call)"
             )
 
 
