@@ -17,7 +17,7 @@ from bench.report import tables as report
 from bench.sweep import command as sweep_command
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
-E2E = ("train", "infer", "parity", "plot", "record")
+E2E = ("train", "infer", "parity", "post", "plot", "record")
 # Default peers of `check`: without inductor, which would compile every row for minutes.
 CHECKED = ["torch", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla"]
 
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
-    commands.add_parser("e2e", help="e2e train, infer, parity, plot, record: whole models; see `e2e train --help`")
+    commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; see `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and the generated pages of docs/")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")

@@ -19,7 +19,7 @@ from rtkernels import _public  # noqa: E402
 
 NOTE = "<!-- Written by docs/make_api.py from the docstrings. -->"
 WIDTH = 100
-PACKAGES = ("models", "nn", "optim")  # whose public names are not in the package itself
+PACKAGES = ("losses", "models", "nn", "optim")  # whose public names are not in the package itself
 OTHER = "Switches, records, tools and errors."
 
 

@@ -10,6 +10,7 @@ from rtkernels import calibration as calibration
 from rtkernels import compat as compat
 from rtkernels import errors as errors
 from rtkernels import interop as interop
+from rtkernels import losses as losses
 from rtkernels import models as models
 from rtkernels import nn as nn
 from rtkernels import optim as optim

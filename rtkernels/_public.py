@@ -118,7 +118,7 @@ OPS = {
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
 }
-MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "models", "nn", "optim")
+MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "losses", "models", "nn", "optim")
 OTHERS = {
     "Calibration": "calibration",
     "warm": "runtime.warm",

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import rtkernels
-from rtkernels.models import replace
+from rtkernels.models import replace, trl_forward
 from rtkernels.models.decoding import head as decoded_head
 from rtkernels.models.lazy_logits import LazyLogits
 from rtkernels.models.probe import NotRecognized, Raised, Recognized, probing
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _KIND = Recognized("head", ())
 _LAZY = "_rtkernels_lazy"
@@ -132,6 +133,8 @@ def _has_hooks(head: nn.Module) -> bool:
 
 
 def _before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if "fused_lm_head" in kwargs and not is_dynamo_compiling():
+        trl_forward.tell(model, kwargs)
     wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     trains = model.training and torch.is_grad_enabled()
     for head in _heads(model):

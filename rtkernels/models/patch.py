@@ -22,6 +22,7 @@ from rtkernels.models import loss as losses
 from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
+from rtkernels.models.fused_head import restore_fused_head
 from rtkernels.models.generation import replace_generation, restore_generation
 from rtkernels.models.others import check_accelerate, check_foreign, foreign
 from rtkernels.models.patch_report import PatchReport, Site
@@ -374,8 +375,9 @@ def loss_only(model: nn.Module) -> Iterator[None]:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Restore the original forwards, head and loss of a patched model. Does nothing to other models."""
+    """Restore the original forwards, head and loss of a patched model, also what :func:`use_fused_head` replaced."""
     inner = _unwrapped(model)
+    restore_fused_head(inner)
     known = inner.__dict__.pop(_REPORT, None)
     if known is None:
         return
