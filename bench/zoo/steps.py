@@ -207,6 +207,11 @@ class Tolerance:
             for name in moved:
                 moved[name] = max(moved[name], found[name])
 
+    def leave_out_zeros(self) -> None:
+        """Allow anything for gradients that are zero."""
+        floors, norms = self._floors[1], self._norms[1]
+        floors |= {name: float("inf") for name, norm in norms.items() if not norm}
+
     @property
     def allowed(self) -> list[dict[str, float]]:
         found = []
