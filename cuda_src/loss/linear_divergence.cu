@@ -37,6 +37,80 @@ struct Distributions {
 
 RTK_DEVICE float times(float probability, float x) { return probability == 0.0f ? 0.0f : probability * x; }
 
+// Adds the columns of a slab to parts [5, rows]: top and sum of the student's scores, of the teacher's, and for kind 0
+// the sum of e^(z - top) (z - y) with z the teacher's scores and y the student's, for kind 1 with both exchanged. With
+// `begins`, overwrites them. Rows whose id is ignored get the parts of equal distributions. One pass is enough for
+// these kinds. A RowGroup owns a row; T is float.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    linear_divergence_parts(const T* student, const T* teacher, const i64* ids, float* parts, i64 rows, i64 cols,
+                            i64 student_stride, i64 teacher_stride, i64 ignore_index, i64 threads_per_row, i64 kind,
+                            i64 begins, double temperature) {
+    constexpr int VEC = 16 / sizeof(T);
+    __shared__ GroupScratch<1> scratch[3];
+    const RowGroup group(threads_per_row);
+    const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const bool exists = row < rows, counts = exists && ids[row] != ignore_index;
+    const i64 at = exists ? row : 0;
+    const float inverse = 1.0f / static_cast<float>(temperature);
+    // `own` is the distribution that weights the terms.
+    const T* own_row = kind == 0 ? teacher + at * teacher_stride : student + at * student_stride;
+    const T* other_row = kind == 0 ? student + at * student_stride : teacher + at * teacher_stride;
+    RowParts<false, false> own, other;
+    float cross = 0.0f;
+    auto rebase = [&](float to) {
+        cross *= Fall<false>(own.top, to).factor;
+        own.rebase<false>(to);
+    };
+    auto add = [&](auto& z, auto& y) {
+        constexpr int N = sizeof(z) / sizeof(float);
+        float peak = z[0] * inverse;
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] *= inverse, y[i] *= inverse, peak = fmaxf(peak, z[i]);
+        if (peak > own.top) rebase(peak);
+        other.template add<false>(y, false);
+        const float anchor = anchored(own.top);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float e = expf(z[i] - anchor);
+            own.sum += e;
+            if (e != 0.0f) cross = fmaf(e, z[i] - y[i], cross);
+        }
+    };
+    const int vectors = static_cast<int>(cols) / VEC;
+    for (int v = group.thread; counts && v < vectors; v += group.threads) {
+        float z[VEC], y[VEC];
+        load_stream<T, VEC>(own_row + static_cast<i64>(v) * VEC, z);
+        load_stream<T, VEC>(other_row + static_cast<i64>(v) * VEC, y);
+        add(z, y);
+    }
+    for (int c = vectors * VEC + group.thread; counts && c < cols; c += group.threads) {
+        float z[1] = {own_row[c]}, y[1] = {other_row[c]};
+        add(z, y);
+    }
+    rebase(group_reduce<Max, false>(own.top, group, scratch[0], 0));
+    own.sum = group_reduce<Sum, false>(own.sum, group, scratch[0], 1);
+    cross = group_reduce<Sum, false>(cross, group, scratch[1], 0);
+    other.rebase<false>(group_reduce<Max, false>(other.top, group, scratch[1], 1));
+    other.sum = group_reduce<Sum, false>(other.sum, group, scratch[2], 0);
+    if (!exists || group.thread != 0) return;
+    if (!counts) own.top = other.top = 0.0f, own.sum = other.sum = 1.0f;
+    float* of_own = parts + (kind == 0 ? 2 * rows : 0) + row;
+    float* of_other = parts + (kind == 0 ? 0 : 2 * rows) + row;
+    if (!begins && counts) {
+        RowParts<false, false> more;
+        more.top = *of_own, more.sum = of_own[rows];
+        const float to = fmaxf(more.top, own.top);
+        cross = cross * Fall<false>(own.top, to).factor + parts[4 * rows + row] * Fall<false>(more.top, to).factor;
+        own.fold(more);
+        more.top = *of_other, more.sum = of_other[rows];
+        other.fold(more);
+    }
+    *of_own = own.top, of_own[rows] = own.sum;
+    *of_other = other.top, of_other[rows] = other.sum;
+    parts[4 * rows + row] = cross;
+}
+
 // Adds the columns of a slab to sums [2, rows]: the divergence, and KL(Q || M). With `begins`, overwrites them. Rows
 // whose id is ignored are 0. A RowGroup owns a row; T is float.
 template <typename T>

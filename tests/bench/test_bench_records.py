@@ -19,6 +19,15 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
+    "linear_divergence 8192x4096x8192x151936",
+    "linear_logprob 2048x7168x129280",
+    "linear_logprob 256x4096x151936",
+    "linear_logprob 8192x2048x131072",
+    "linear_logprob 8192x4096x151936",
+    "linear_logprob_grad 2048x7168x129280",
+    "linear_logprob_grad 256x4096x151936",
+    "linear_logprob_grad 8192x2048x131072",
+    "linear_logprob_grad 8192x4096x151936",
     "mla_attention_bwd 1x8192 64 heads of 192/128 causal",
     "mla_attention_bwd 8x4096 16 heads of 192/128 causal",
     "mla_attention_fwd 1x8192 64 heads of 192/128 causal",

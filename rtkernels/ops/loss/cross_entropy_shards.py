@@ -77,14 +77,8 @@ def cross_entropy_of_shards(function: Callable[..., Any], logits: Any, labels: A
     return chosen[0] if len(chosen) == 1 else tuple(chosen)
 
 
-def linear_cross_entropy_of_shards(
-    function: Callable[..., Any], hidden: Any, weight: Any, labels: Any, bias: Any, options: dict[str, Any]
-) -> Any:
-    """Return ``function(hidden, weight, labels, bias=bias, **options)`` where hidden or weight is a DTensor.
-
-    Hidden states may be sharded by rows, the weight over one dimension of the mesh by its vocabulary: where a dimension
-    of the mesh shards both, hidden states are gathered along it.
-    """
+def placements_of_heads(hidden: Any, weight: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """Return the mesh, and where hidden states, a head's weight and the weight's gradient are to lie on it."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh = (weight if is_sharded(weight) else hidden).device_mesh
@@ -97,6 +91,18 @@ def linear_cross_entropy_of_shards(
         hidden_at.append(of_hidden if by_rows else Replicate())
         weight_at.append(Shard(0) if of_weight == Shard(0) else Replicate())
         weight_grad.append(Partial() if by_rows else weight_at[-1])
+    return mesh, hidden_at, weight_at, weight_grad
+
+
+def linear_cross_entropy_of_shards(
+    function: Callable[..., Any], hidden: Any, weight: Any, labels: Any, bias: Any, options: dict[str, Any]
+) -> Any:
+    """Return ``function(hidden, weight, labels, bias=bias, **options)`` where hidden or weight is a DTensor.
+
+    Hidden states may be sharded by rows, the weight over one dimension of the mesh by its vocabulary: where a dimension
+    of the mesh shards both, hidden states are gathered along it.
+    """
+    mesh, hidden_at, weight_at, weight_grad = placements_of_heads(hidden, weight)
     own_labels = _own(labels, mesh, hidden_at)
     reduction = "none" if options["reduction"] == "none" else "sum"
     more = options | {"reduction": reduction, "return_lse": True, "return_accuracy": True}

@@ -46,9 +46,9 @@ def linear_divergence(
 
     Q and P are ``softmax((hidden @ weight.T + bias) / temperature)`` of each. As in ``jsd``, the divergence is
     ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``, KL(P || Q) for beta = 0 and
-    KL(Q || P) for beta = 1. Logits are fp32 and computed in slabs of the vocabulary, twice unless they fit in one, and
-    again for gradients. Those of weight and bias are rounded once. Differentiable once in the student's tensors; the
-    teacher gets no gradient.
+    KL(Q || P) for beta = 1. Logits are fp32 and computed in slabs of the vocabulary: again for gradients, and twice in
+    the forward pass if beta is neither 0 nor 1 and there are several slabs. Gradients of weight and bias are rounded
+    once. Differentiable once in the student's tensors; the teacher gets no gradient.
 
     Args:
         student_hidden: ``[..., student size]``, bfloat16, float16 or float32.

@@ -26,6 +26,11 @@ _THREADS = 256
 _VEC = 4
 
 _UNIT = "loss/linear_divergence.cu"
+_PARTS = Kernel(
+    _UNIT, "linear_divergence_parts", template="T", max_registers=64, variants=[("fp32",)],
+    args="student:ptr teacher:ptr ids:ptr parts:ptr rows:i64 cols:i64 student_stride:i64 teacher_stride:i64 "
+    "ignore_index:i64 threads_per_row:i64 kind:i64 begins:i64 temperature:f64",
+)  # fmt: skip
 _SUMS = Kernel(
     _UNIT, "linear_divergence_sums", template="T", max_registers=64, variants=[("fp32",)],
     args="student:ptr teacher:ptr stats:ptr ids:ptr sums:ptr rows:i64 cols:i64 student_stride:i64 teacher_stride:i64 "
@@ -37,12 +42,20 @@ _GRAD = Kernel(
     args="student:ptr teacher:ptr dx:ptr dloss:ptr stats:ptr ids:ptr rows:i64 cols:i64 student_stride:i64 "
     "teacher_stride:i64 dx_stride:i64 ignore_index:i64 kind:i64 segments:i64 by_segments:i64 temperature:f64 beta:f64",
 )  # fmt: skip
-KERNELS = (_SUMS, _GRAD)
+KERNELS = (_PARTS, _SUMS, _GRAD)
 
 
 def kind_of(beta: float) -> int:
     """Return which divergence a weight of the teacher means, by the convention of ``jsd``."""
     return FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else MIXED
+
+
+def _plan_parts(student: Meta, teacher: Meta, temperature: float, beta: float, device: int) -> Steps:
+    rows, cols = student.shape
+    threads = group_threads(-(-cols // (2 * _VEC)), _THREADS)
+    launch = _PARTS.bind(("fp32",), device, *plans.row_grid(rows, threads))
+    sizes = rows, cols, student.row_stride, teacher.row_stride, _IGNORED, threads, kind_of(beta), "begins"
+    return Steps(Step(launch, "student", "teacher", "ids", "parts", *sizes, temperature))
 
 
 def _plan_sums(student: Meta, teacher: Meta, temperature: float, beta: float, device: int) -> Steps:
@@ -68,6 +81,10 @@ def _plan_grad(
 
 
 _LOGITS = Argument("student", None), Argument("teacher", None)
+_ADD_PARTS = Primitive(
+    "linear_divergence_parts", (*_LOGITS, Dense("ids", None), InPlace("parts", None)),
+    "float temperature, float beta, int begins", results="", plan=_plan_parts, numbers="begins",
+)  # fmt: skip
 _ADD_SUMS = Primitive(
     "linear_divergence_sums", (*_LOGITS, Dense("stats", None), Dense("ids", None), InPlace("sums", None)),
     "float temperature, float beta, int begins", results="", plan=_plan_sums, numbers="begins",
@@ -103,6 +120,30 @@ def _times(log: Tensor, x: Tensor) -> Tensor:
     return torch.where(p == 0, 0.0, p * x)
 
 
+def _add_parts_plain(student, teacher, ids, parts, temperature, beta, begins) -> None:
+    own, other = (teacher, student) if kind_of(beta) == FORWARD_KL else (student, teacher)
+    own, other = own / temperature, other / temperature
+    ignored = ids.view(-1) == _IGNORED
+    found = []
+    for z in (own, other):
+        top = torch.where(z.isnan(), -torch.inf, z).amax(-1)
+        power = (z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)).exp()
+        found += [top.masked_fill(ignored, 0.0), power.sum(-1).masked_fill(ignored, 1.0), power]
+    cross = torch.where(found[2] == 0, 0.0, found[2] * (own - other)).sum(-1).masked_fill(ignored, 0.0)
+    tops, sums = torch.stack((found[0], found[3])), torch.stack((found[1], found[4]))
+    places = (2, 0) if kind_of(beta) == FORWARD_KL else (0, 2)
+    if not begins:
+        old_tops, old_sums = parts[list(places)], parts[[place + 1 for place in places]]
+        top = torch.maximum(tops, old_tops)
+        new, old = (torch.where(t == -torch.inf, 0.0, (t - top).exp()) for t in (tops, old_tops))
+        both = ignored.expand(2, -1)
+        sums = torch.where(both, sums, new * sums + old * old_sums)
+        cross, tops = torch.where(ignored, cross, new[0] * cross + old[0] * parts[4]), top
+    for i, place in enumerate(places):
+        parts[place], parts[place + 1] = tops[i], sums[i]
+    parts[4] = cross
+
+
 def _add_sums_plain(student, teacher, stats, ids, sums, temperature, beta, begins) -> None:
     log_q, log_p, log_m = _pair(student, teacher, stats, temperature, beta)
     mixed = torch.zeros_like(sums[0])
@@ -132,12 +173,13 @@ def _grad_plain(student, teacher, dlogits, dloss, stats, ids, temperature, beta)
 
 class _Functions(NamedTuple):
     rows: linear.Functions
+    add_parts: Callable[..., None]
     add_sums: Callable[..., None]
     gradient: Callable[..., None]
 
 
-_WITH_KERNELS = _Functions(linear.KERNELS, _ADD_SUMS, _MAKE_GRAD)
-_PLAIN = _Functions(linear.PLAIN, _add_sums_plain, _grad_plain)
+_WITH_KERNELS = _Functions(linear.KERNELS, _ADD_PARTS, _ADD_SUMS, _MAKE_GRAD)
+_PLAIN = _Functions(linear.PLAIN, _add_parts_plain, _add_sums_plain, _grad_plain)
 
 # ---- slabs ----------------------------------------------------------------------------------------------------------
 
@@ -175,6 +217,20 @@ def _row_ids(hidden: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor
     return torch.where(labels.reshape(-1, 1) == ignore_index, _IGNORED, 0)
 
 
+def _one_pass(functions: _Functions, heads: _Heads, ids: Tensor, beta: float, temperature: float) -> Tensor:
+    """Return the stats of KL(P || Q) or KL(Q || P); the last one is the divergence."""
+    stats = torch.empty(_STATS, len(ids), dtype=torch.float32, device=ids.device)
+    for start, end in heads.student.slabs():
+        functions.add_parts(*heads.logits(start, end), ids, stats, temperature, beta, int(start == 0))
+    own, other = (2, 0) if kind_of(beta) == FORWARD_KL else (0, 2)
+    cross = stats[4] / stats[own + 1]
+    stats[1].log_()
+    stats[3].log_()
+    # Differences of the tops and of the levels: a common offset of the scores costs no digits.
+    stats[4] = cross - (stats[own] - stats[other]) - (stats[own + 1] - stats[other + 1])
+    return stats
+
+
 def _forward(
     functions: _Functions, student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias,
     labels, ignore_index, beta, temperature, chunk_bytes,
@@ -184,6 +240,9 @@ def _forward(
         (student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias), chunk_bytes
     )
     ids, vocabulary = _row_ids(student_hidden, labels, ignore_index), len(student_weight)
+    if kind_of(beta) != MIXED:
+        stats = _one_pass(functions, heads, ids, beta, temperature)
+        return stats[4].clone().view(student_hidden.shape[:-1]), stats
     options = linear.Options(_IGNORED, 1.0, 0.0, temperature, True, chunk_bytes, 0, vocabulary)
     memory = [linear.row_memory(student_hidden, ids) for _ in heads.both]
     slabs = list(heads.student.slabs())
@@ -195,7 +254,7 @@ def _forward(
     sums = torch.empty(2, len(ids), dtype=torch.float32, device=ids.device)
     for start, end in reversed(slabs):  # the last slab is still there
         functions.add_sums(*heads.logits(start, end), stats, ids, sums, temperature, beta, int(end == vocabulary))
-    stats[4] = sums[1] if kind_of(beta) == MIXED else sums[0]
+    stats[4] = sums[1]
     return sums[0].clone().view(student_hidden.shape[:-1]), stats
 
 

@@ -27,6 +27,7 @@ from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.registry import Op
+from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 BITS = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1)
@@ -154,7 +155,8 @@ def linear_logprob(
 
     Args:
         hidden: ``[..., hidden size]``, bfloat16, float16 or float32.
-        weight: ``[vocabulary, hidden size]``, in the same dtype (under autocast both are cast).
+        weight: ``[vocabulary, hidden size]``, in the same dtype (under autocast both are cast). For DTensors, hidden
+            may be sharded by rows, and weight and bias by the vocabulary; results are DTensors.
         ids: ``[...]``, or ``[..., k]`` for k candidates in one pass; int32 or int64. An id outside the vocabulary is
             reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
@@ -194,6 +196,18 @@ def linear_logprob(
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
     if group is None and (vocab_start is not None or vocab_size is not None):
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    if is_sharded(hidden) or is_sharded(weight):
+        from rtkernels.ops.loss.linear_logprob_shards import linear_logprob_of_shards
+
+        if group is not None:
+            raise ArgumentError("hidden or weight is a DTensor and a group is given; expected one of them")
+        given = {
+            "ignore_index": ignore_index, "logit_scale": logit_scale, "softcap": softcap,
+            "return_entropy": return_entropy, "return_lse": return_lse, "return_log_sum_sq": return_log_sum_sq,
+            "return_mean_logit": return_mean_logit, "return_top1": return_top1, "fp32_logits": fp32_logits,
+            "save": save, "chunk_bytes": chunk_bytes,
+        }  # fmt: skip
+        return linear_logprob_of_shards(linear_logprob, hidden, weight, ids, bias, temperature, given)
     if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -44,6 +44,34 @@ def _run(k: int, first: int, last: int, more: dict[str, Any]) -> list[Tensor]:
     return [*(t.detach() for t in found), states.grad, *([] if frozen else [head.grad, added.grad])]
 
 
+def _check_shards() -> None:
+    """DTensors: rows of hidden states, or the vocabulary of the weight, on both processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    for k, (hidden_at, weight_at) in (
+        (0, (Shard(0), Replicate())),
+        (3, (Replicate(), Shard(0))),
+        (3, (Shard(1), Shard(0))),
+    ):
+        hidden, weight, bias, ids = _inputs(k)
+        plain = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+        wanted = rtkernels.linear_logprob(*plain[:2], ids, bias=plain[2], **ALL)
+        sum(t.sum() for t in wanted[:5]).backward()
+        places = (hidden_at, weight_at, weight_at)
+        leaves = [
+            distribute_tensor(t, mesh, [place]).requires_grad_()
+            for t, place in zip((hidden, weight, bias), places, strict=True)
+        ]
+        found = rtkernels.linear_logprob(*leaves[:2], ids, bias=leaves[2], **ALL)
+        sum(t.sum().full_tensor() for t in found[:5]).backward()
+        for got, one in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got.full_tensor(), one, rtol=2e-5, atol=2e-6)
+        for leaf, one in zip(leaves, plain, strict=True):
+            torch.testing.assert_close(leaf.grad.full_tensor(), one.grad, rtol=2e-5, atol=2e-6)
+
+
 def _worker(rank: int, world: int, path: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -54,6 +82,7 @@ def _worker(rank: int, world: int, path: str) -> None:
         first, last = bounds[rank], bounds[rank + 1]
         extra = {"group": group} | ({} if bounds[1] == 200 else {"vocab_start": first, "vocab_size": 400})
         results += [(first, last, _run(k, first, last, case | extra)) for k in (0, 3) for case in CASES]
+    _check_shards()
     try:
         hidden, weight, _, ids = _inputs(0)
         rtkernels.linear_logprob(hidden, weight, ids, group=group, vocab_start=1, vocab_size=400)
