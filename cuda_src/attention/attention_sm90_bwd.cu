@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(384, 1)
                        const i32* kv_limit, const i32* cu_q, const i32* cu_k, u32* counter, u32* order, i64 batches, i64 heads,
                        i64 heads_per_kv, i64 lq, i64 lkv, i64 padded_rows, i64 d_qk, i64 d_v, i64 dk_batch, i64 dk_row,
                        i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, i64 left, i64 right, i64 heads_together,
-                       i64 together, i64 ascending, i64 parts, i64 limit_batch, double scale, double softcap) {
+                       i64 together, i64 ascending, i64 resident, i64 parts, i64 limit_batch, double scale, double softcap) {
     constexpr int BQ = BackwardTile<D>::kQueries, BN = kBackwardKeys, kConsumers = 8, kStages = 2;
     using KTile = Boxed<BN, D>;
     using QTile = Boxed<BQ, D>;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(384, 1)
         auto next_tile = [&] {
             numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
             const u32 index = numbers.give([&] {
-                if (taken != 0) ptx::mbarrier_wait(in_turn, (taken - 1) % 2);
+                if (resident != 0 && taken != 0) ptx::mbarrier_wait(in_turn, (taken - 1) % 2);
                 const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
                     const KeyTile tile = tile_at(drawn);
