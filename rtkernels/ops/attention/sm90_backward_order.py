@@ -18,8 +18,8 @@ _L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on to
 _STEP_US = 2.1  # a tile of keys by a tile of queries
 _EXTRA_STEPS = 6  # beginning and end of a tile of keys
 _PARTS_US, _PARTS_BYTES_PER_US = 5.0, 3.5e6  # a launch that adds parts
-_FEW_TILES = 64  # of keys, up to which a chunk that begins with the longest is faster
-_FEW_QUERY_TILES = 8  # up to which adding parts takes as long as they save
+_SHORT_CHUNK = 64  # tiles of keys, up to which a chunk that begins with the longest is faster
+_MIN_QUERY_TILES = 8  # below, adding parts takes as long as they save
 
 
 class Order(NamedTuple):
@@ -83,9 +83,9 @@ def backward_order(problem: Attention, sm_count: int, tile_queries: int, in_chun
     if p.left >= 0 or p.right >= 0:
         if not splits_heads(p) and p.group > 1:
             return Order(1, min(p.batch * p.heads_kv, 16), 1, False, False)
-        if p.group > 1 and query_tiles > _FEW_QUERY_TILES:
+        if p.group > 1 and query_tiles > _MIN_QUERY_TILES:
             parts = next(n for n in range(max(2, parts), p.group + 1) if p.group % n == 0 and p.group <= n * in_l2)
-        longest_first = in_chunks and parts < p.group and 1 < tiles <= min(sm_count, _FEW_TILES)
+        longest_first = in_chunks and parts < p.group and 1 < tiles <= min(sm_count, _SHORT_CHUNK)
         return Order(parts, 1, tiles, longest_first, longest_first)
     heads = p.batch * p.heads_kv * parts
     blocks, heads = min(sm_count, heads * tiles), min(heads, in_l2)
