@@ -83,7 +83,7 @@ def backward_order(problem: Attention, sm_count: int, tile_queries: int, in_chun
     if p.left >= 0 or p.right >= 0:
         if not splits_heads(p) and p.group > 1:
             return Order(1, min(p.batch * p.heads_kv, 16), 1, False, False)
-        if p.group > 1 and query_tiles > _MIN_QUERY_TILES:
+        if p.group > 1 and query_tiles > _MIN_QUERY_TILES and {"k", "v"} & {*p.wants}:
             parts = next(n for n in range(max(2, parts), p.group + 1) if p.group % n == 0 and p.group <= n * in_l2)
         longest_first = in_chunks and parts < p.group and 1 < tiles <= min(sm_count, _SHORT_CHUNK)
         return Order(parts, 1, tiles, longest_first, longest_first)
