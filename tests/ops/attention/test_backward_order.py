@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_sm90 import backward, check_backward, describe, qkv, random, slow
+from ops.attention.test_attention_sm90 import backward, check_backward, describe, qkv, random, slow
 
 import rtkernels
 from rtkernels.ops.attention import sm90_backward_order, sm90_backward_plan
