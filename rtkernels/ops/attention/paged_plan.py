@@ -25,7 +25,6 @@ from rtkernels.runtime.targets import Target
 _TOKENS = ("bf16", "fp16")
 _THREADS = 128
 _LOG2E = 1.4426950408889634
-_SM90_ROWS = 64  # of a sequence, from which on "auto" takes wgmma
 PAGE_UNIT = 16  # keys: sizes of pages are multiples of it (paged_rows.cuh)
 
 
@@ -106,11 +105,6 @@ class Paged(NamedTuple):
         return self.heads_q // self.heads_kv
 
     @property
-    def rows(self) -> int:
-        """Rows of the longest sequence: queries of all heads that share keys."""
-        return self.max_q * self.group
-
-    @property
     def lkv(self) -> int:
         """Keys that a sequence can have."""
         return self.page_size * self.table_row
@@ -149,7 +143,7 @@ def steps(call: Paged, device: int) -> Steps:
     refused = unsupported_sm90(call, device_info(device).target)
     if call.backend == "sm90" and refused:
         raise ArgumentError(f"backend is 'sm90', which cannot run this: {refused}")
-    by_wgmma = call.backend == "sm90" or (call.backend == "auto" and not refused and call.rows >= _SM90_ROWS)
+    by_wgmma = call.backend == "sm90" or (call.backend == "auto" and not refused)
     step, zeros = (_sm90 if by_wgmma else _mma)(call, device)
     shape, strides = (call.total, call.heads_q, call.d_v), Strides(0, *call.out)
     tail = packed_tail(call.token, "out", "lse", "cu_seqlens_q", call.sequences, shape, strides, device)
