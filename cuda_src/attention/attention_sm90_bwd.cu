@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(384, 1)
                        const i32* kv_limit, const i32* cu_q, const i32* cu_k, u32* counter, u32* order, i64 batches, i64 heads,
                        i64 heads_per_kv, i64 lq, i64 lkv, i64 padded_rows, i64 d_qk, i64 d_v, i64 dk_batch, i64 dk_row,
                        i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, i64 left, i64 right, i64 heads_together,
-                       i64 together, i64 ascending, i64 parts, i64 limit_batch, double scale, double softcap) {
+                       i64 together, i64 ascending, i64 resident, i64 parts, i64 limit_batch, double scale, double softcap) {
     constexpr int BQ = BackwardTile<D>::kQueries, BN = kBackwardKeys, kConsumers = 8, kStages = 2;
     using KTile = Boxed<BN, D>;
     using QTile = Boxed<BQ, D>;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(384, 1)
     const Pipeline<kStages> do_pipe{q_pipe.barriers + Pipeline<kStages>::kBytes};
     const ptx::SharedAddress ds_full = do_pipe.barriers + Pipeline<kStages>::kBytes;  // a barrier of each buffer
     const ptx::SharedAddress handover = ds_full + 2 * 8, records = handover + 48;
-    const ptx::SharedAddress in_turn = records + 4 * KeyRecord::kBytes;  // a tile waits for no other one any more
+    const ptx::SharedAddress unblocked = records + 4 * KeyRecord::kBytes;  // a tile waits for no other one any more
     static_assert(WarpHandover::kBytes <= 48, "records are aligned to 16 bytes");
     auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(384, 1)
         q_pipe.init(1, kConsumers);
         do_pipe.init(1, kConsumers);
         numbers.init(kConsumers + 4);
-        ptx::mbarrier_init(in_turn, 2);
+        ptx::mbarrier_init(unblocked, 2);
         ptx::leave_undefined(ds_tiles, 2 * DsTile::kBytes);
         ptx::mbarrier_fence_init();
     }
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(384, 1)
         auto next_tile = [&] {
             numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
             const u32 index = numbers.give([&] {
-                if (taken != 0) ptx::mbarrier_wait(in_turn, (taken - 1) % 2);
+                if (resident != 0 && taken != 0) ptx::mbarrier_wait(unblocked, (taken - 1) % 2);
                 const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
                     const KeyTile tile = tile_at(drawn);
@@ -169,17 +169,17 @@ __global__ void __launch_bounds__(384, 1)
                 const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
                 if (lane == 0) {
                     int m = static_cast<int>(tile.queries().w[3]), h = 0;
-                    if (tile.queries().w[0] == 0) ptx::mbarrier_arrive(in_turn);
+                    if (tile.queries().w[0] == 0) ptx::mbarrier_arrive(unblocked);
 #pragma unroll 1
                     for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over) {
                         if (uses++ % 2 == buffer) {
                             const PipelineState<1> state{0, (uses - 1) / 2 % 2};
                             const DqPlace<D> place(tile, m, h, order, query_tiles, heads_per_kv, left, right, together);
                             place.wait();
-                            if (left_over <= 2) ptx::mbarrier_arrive(in_turn);  // the last step of this warp
+                            if (left_over <= 2) ptx::mbarrier_arrive(unblocked);  // the last step of this warp
                             place.send(buffer, state, dq_pipes, dq_tile, dq_sums);
                         } else if (left_over == 1 && tile.queries().w[0] == 1) {
-                            ptx::mbarrier_arrive(in_turn);
+                            ptx::mbarrier_arrive(unblocked);
                         }
                         tile.advance(m, h);
                     }

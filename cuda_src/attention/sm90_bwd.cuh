@@ -40,8 +40,8 @@ struct BackwardTile {
 // 4. Without a mask they are those that meet the same queries at an earlier step of their own (QueryOrder::before). All
 //    tiles of a chunk run at the same time: there are no more of them than blocks, and all blocks are resident because
 //    the launch is cooperative (unless a chunk is one tile). So the tile with the fewest steps, or the last one of a
-//    chunk under a mask, waits for none of its chunk. A block claims its next tile only when the last one waits for none
-//    any more, so no tile is queued behind one that waits for it.
+//    chunk under a mask, waits for none of its chunk. Where blocks are `resident`, one claims its next tile only when
+//    the last one waits for none any more, so no tile is queued behind one that waits for it.
 // 5. Hence some tile of the first unfinished chunk always makes progress.
 
 // Number `index` of the key tiles: `heads_together` heads share L2; of these, the first `together` key tiles of each

@@ -143,8 +143,8 @@ def steps(call: Paged, device: int) -> Steps:
     refused = unsupported_sm90(call, device_info(device).target)
     if call.backend == "sm90" and refused:
         raise ArgumentError(f"backend is 'sm90', which cannot run this: {refused}")
-    # "auto" does not take the wgmma kernel: it has been emulated, but not yet run on a GPU.
-    step, zeros = (_sm90 if call.backend == "sm90" else _mma)(call, device)
+    by_wgmma = call.backend == "sm90" or (call.backend == "auto" and not refused)
+    step, zeros = (_sm90 if by_wgmma else _mma)(call, device)
     shape, strides = (call.total, call.heads_q, call.d_v), Strides(0, *call.out)
     tail = packed_tail(call.token, "out", "lse", "cu_seqlens_q", call.sequences, shape, strides, device)
     return Steps(*([step] if call.sequences else []), tail, zeros=zeros if call.sequences else None)

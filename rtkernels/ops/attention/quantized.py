@@ -186,7 +186,8 @@ def attention_quantized(
 
     Args:
         q: int8 or float8_e4m3fn [batch, queries, heads, width], or [tokens, heads, width] of packed sequences; width a
-            multiple of 16 up to 128. Strides as for ``attention``.
+            multiple of 16 up to 128; on sm_90 up to 192 if v has 16 bits or a scale per column. Strides as for
+            ``attention``.
         k: Like q, with keys instead of queries.
         v: bfloat16 or float16, like k with any width; or transposed codes: int8 (q and k must then be int8, too) or
             float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes after the last key must be
@@ -194,7 +195,8 @@ def attention_quantized(
         scale_q: float32 [batch, heads, queries], not negative; with `block_q`, one per so many queries. [heads, tokens]
             for packed sequences.
         scale_k: The same for k.
-        scale_v: If v is codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width].
+        scale_v: If v is codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width], which
+            is faster on sm_90 with float8_e4m3fn.
         scale: Factor of the scores. Default: ``1 / sqrt(width)``.
         causal: Causal mask aligned to the last query, which attends to all keys.
         window: Number of keys to the left that a query attends to, or ``(left, right)``.

@@ -18,6 +18,10 @@ _L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on to
 _STEP_US = 2.1  # a tile of keys by a tile of queries
 _EXTRA_STEPS = 6  # beginning and end of a tile of keys
 _PARTS_US, _PARTS_BYTES_PER_US = 5.0, 3.5e6  # a launch that adds parts
+_SHORT_CHUNK = 64  # tiles of keys, up to which a chunk that begins with the longest is faster
+_IN_CHUNKS = range(16, 33)  # tiles of keys of a head that are taken in chunks under a mask
+_CHUNKS, _BUSY = 4, 128  # chunks of a head, and blocks that run together
+_MIN_QUERY_TILES = 8  # below, adding parts takes as long as they save
 
 
 class Order(NamedTuple):
@@ -68,23 +72,30 @@ def parts_of_heads(problem: Attention, sm_count: int, tile_queries: int) -> int:
 def backward_order(problem: Attention, sm_count: int, tile_queries: int, in_chunks: bool = True) -> Order:
     """Return the order for a problem; without chunks, blocks wait only for blocks that have begun before them.
 
-    Without a mask, all blocks are busy if a whole number of chunks runs, each of another head, its blocks two tiles of
-    queries or more apart. Under a mask with a diagonal a block waits for shorter ones only, if a chunk is all of a
-    head; where heads of queries share keys there are too few tiles for that, and the longest come first.
+    Without a mask, all blocks are busy if whole chunks run, each of another head, its blocks almost two tiles of
+    queries or more apart. Under a mask with a diagonal a chunk is all of a head, because a block then waits for shorter
+    ones only, or a fourth of one, of as many heads as fill the SMs. Blocks of a chunk drift apart with every head that
+    they meet, so it has few query heads, whose q, dout and dq are in L2. The longest tiles come first where they meet
+    several heads, and wait for each other tile by tile where heads cannot be split.
     """
     p = problem
     parts = parts_of_heads(p, sm_count, tile_queries)
-    heads, group = p.batch * p.heads_kv * parts, p.group // parts
-    tiles, apart = -(-p.lkv // _KEYS), -(-p.lq // tile_queries) // 2
+    tiles, query_tiles = -(-p.lkv // _KEYS), -(-p.lq // tile_queries)
+    in_l2 = max(1, _L2_BYTES // max(1, p.lq * (2 * p.d_qk + 2 * p.d_v + 4 * p.d_qk)))
     if p.left >= 0 or p.right >= 0:
-        if group == 1:
-            return Order(parts, 1, tiles, False, False)
-        return Order(parts, min(heads, 16), 1, False, False)
-    blocks = min(sm_count, heads * tiles)
-    in_l2 = _L2_BYTES // max(1, p.lq * (2 * p.d_qk + 2 * p.d_v + 4 * p.d_qk))
-    heads = max(1, min(heads, in_l2))
-    fits = min(c for c in range(1, blocks + 1) if blocks % c == 0 and blocks // c <= heads)
-    together = max(1, min(tiles, apart, fits))
+        if not splits_heads(p) and p.group > 1:
+            return Order(1, min(p.batch * p.heads_kv, 16), 1, False, False)
+        if p.group > 1 and query_tiles > _MIN_QUERY_TILES and {"k", "v"} & {*p.wants}:
+            parts = next(n for n in range(max(2, parts), p.group + 1) if p.group % n == 0 and p.group <= n * in_l2)
+        longest_first = in_chunks and parts < p.group and 1 < tiles <= min(sm_count, _SHORT_CHUNK)
+        heads, together = p.batch * p.heads_kv * parts, tiles // _CHUNKS
+        if tiles in _IN_CHUNKS and not p.varlen and heads * together >= _BUSY:
+            return Order(parts, _BUSY // together, together, longest_first, longest_first)
+        return Order(parts, 1, tiles, longest_first, longest_first)
+    heads = p.batch * p.heads_kv * parts
+    blocks, heads = min(sm_count, heads * tiles), min(heads, in_l2)
+    chunks = -(-tiles // min(max(1, query_tiles * 3 // 5), blocks))
+    together = -(-tiles // chunks)
     if together == 1 or not in_chunks:
         return Order(parts, heads, 1, False, False)
     return Order(parts, heads, together, False, True)

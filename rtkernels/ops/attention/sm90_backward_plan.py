@@ -20,7 +20,7 @@ BACKWARD = Kernel(
     "kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr order:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 padded_rows:i64 d_qk:i64 "
     "d_v:i64 dk_batch:i64 dk_row:i64 dk_head:i64 dv_batch:i64 dv_row:i64 dv_head:i64 left:i64 right:i64 "
-    "heads_together:i64 together:i64 ascending:i64 parts:i64 limit_batch:i64 scale:f64 softcap:f64",
+    "heads_together:i64 together:i64 ascending:i64 resident:i64 parts:i64 limit_batch:i64 scale:f64 softcap:f64",
     variants=[
         (t, g, d, extra)
         for t in ("bf16", "fp16")
@@ -238,7 +238,7 @@ def steps_backward(problem: Attention, device: int, in_chunks: bool = True) -> S
         rows_map(p, "dout", p.heads_q, p.d_v, queries, dout),
         "lse_rows", "delta_rows", "dq_sums", *key_grads, "lengths", "kv_limit", "cu_q", "cu_k", "counter", "order",
         p.batch, p.heads_q, p.group // order.parts, p.lq, p.lkv, padded, p.d_qk, p.d_v, *dk[:3], *dv[:3], p.left,
-        p.right, order.heads, order.together, int(order.ascending), order.parts,
+        p.right, order.heads, order.together, int(order.ascending), int(order.resident), order.parts,
         p.kv_limit or 0, float(p.scale), float(p.softcap),
     )  # fmt: skip
     steps = [stats, products, *added]

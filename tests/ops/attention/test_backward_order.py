@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_sm90 import backward, check_backward, describe, qkv, random
+from ops.attention.test_attention_sm90 import backward, check_backward, describe, qkv, random, slow
 
 import rtkernels
 from rtkernels.ops.attention import sm90_backward_order, sm90_backward_plan
@@ -65,9 +65,9 @@ def test_blocks_that_wait_for_later_ones_are_all_resident(shape: tuple[int, ...]
     [
         ((1, 70, 300, 4, 2, 64), {}, Order(2, 1, 3, True, True)),
         ((1, 70, 300, 4, 2, 64), {"right": 0}, Order(1, 2, 2, True, True)),
-        ((1, 70, 300, 2, 1, 72), {"left": 100, "right": 3}, Order(2, 4, 1, False, False)),
-        ((1, 70, 200, 2, 1, 96), {"right": 0}, Order(2, 1, 2, False, False)),
-        ((1, 70, 200, 2, 1, 96), {}, Order(2, 2, 1, False, False)),
+        slow((1, 70, 300, 2, 1, 72), {"left": 100, "right": 3}, Order(2, 4, 1, False, False)),
+        slow((1, 70, 200, 2, 1, 96), {"right": 0}, Order(2, 1, 2, False, False)),
+        slow((1, 70, 200, 2, 1, 96), {}, Order(2, 2, 1, False, False)),
     ],
 )
 def test_gradients(shape: Any, options: dict[str, int], order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +75,7 @@ def test_gradients(shape: Any, options: dict[str, int], order: Order, monkeypatc
     check_backward(*qkv(*shape), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ({}, {"right": 0}))
 def test_bits_do_not_depend_on_the_order_of_blocks(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_backward_plan, "backward_order", lambda *given: Order(2, 1, 3, True, True))
@@ -86,6 +87,7 @@ def test_bits_do_not_depend_on_the_order_of_blocks(options: dict[str, int], monk
     assert all(torch.equal(got[name], want[name]) for name in ("dq", "dk", "dv"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", (64, 144))
 def test_packed_sequences(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_backward_order, "parts_of_heads", lambda *given: 2)
@@ -100,6 +102,7 @@ def test_packed_sequences(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_backward(q, k, v, {"lengths": lengths}, right=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads_first", (False, True))
 @pytest.mark.parametrize("width", (64, 192))
 def test_parts_in_either_layout(width: int, heads_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 from rtkernels import attention_quantized, emulate, quantize_qk, quantize_v
+from rtkernels.errors import ArgumentError
 
 BF16, FP16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
@@ -102,6 +103,52 @@ _DEFAULT = ("int8", "int8, fp16, causal", "int8 values", "fp8 all, 128")
 def test_values(name: str, place: str) -> None:
     with running_on(place) as device:
         check(name, device)
+
+
+def by_columns(v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return transposed e4m3 codes of v [batch, keys, heads, width] and a scale for each column of a head."""
+    scale = v.float().abs().amax(1) / 448
+    codes = torch.nn.functional.pad((v.float() / scale.unsqueeze(1)).permute(0, 2, 3, 1), (0, -v.shape[1] % 16))
+    return codes.to(E4M3), scale
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize(("width", "code"), [(64, E4M3), pytest.param(192, E4M3, marks=pytest.mark.slow), (64, INT8)])
+def test_a_scale_for_each_column_of_values(width: int, code: torch.dtype, place: str) -> None:
+    with running_on(place) as device, poisoned():
+        q, k = (random(1, n, h, width, seed=n).to(device) for n, h in ((33, 2), (132, 1)))
+        v = random(1, 132, 1, min(width, 128), seed=2).to(device)
+        (qc, qs), (kc, ks) = (rows_of_codes(x, code) for x in (q, k))
+        values, scale_v = by_columns(v)
+        out, lse = attention_quantized(qc, kc, values, qs, ks, scale_v, causal=True, return_lse=True)
+        given = (decoded(qc, qs), decoded(kc, ks), (values.double()[..., :132] * scale_v.double().unsqueeze(-1)))
+        exact, exact_lse = exact_attention(*given[:2], given[2].permute(0, 3, 1, 2), causal=True)
+        assert_near(out, exact, 3e-2, "out")
+        assert_near(lse, exact_lse, 2e-2, "lse")
+
+
+def rows_of_codes(x: Tensor, code: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1) / (448 if code == E4M3 else 127)
+    values = x.float() / scale.unsqueeze(-1)
+    return (values if code == E4M3 else values.round()).to(code), scale.transpose(1, 2).contiguous()
+
+
+@at("cpu", "sm_90", "cuda")
+def test_heads_of_192_with_values_of_128(place: str) -> None:
+    with running_on(place) as device, poisoned():
+        q, k = (random(1, n, h, 192, seed=n).to(device) for n, h in ((33, 2), (70, 1)))
+        v = random(1, 70, 1, 128, seed=2).to(device)
+        (qc, qs), (kc, ks) = (rows_of_codes(x, E4M3) for x in (q, k))
+        out = attention_quantized(qc, kc, v, qs, ks, causal=True)
+        exact, _ = exact_attention(decoded(qc, qs), decoded(kc, ks), v, causal=True)
+        assert_near(out, exact, 2.0**-6, "out")
+
+
+def test_wide_heads_without_wgmma() -> None:
+    q, k, v = (random(1, 4, 1, d) for d in (192, 192, 128))
+    (qc, qs), (kc, ks) = (rows_of_codes(x, INT8) for x in (q, k))
+    with emulate("sm_80"), pytest.raises(ArgumentError, match="192 elements; expected up to 128"):
+        attention_quantized(qc, kc, v, qs, ks)
 
 
 @at("cpu", "sm_80", "cuda")

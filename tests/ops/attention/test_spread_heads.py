@@ -94,7 +94,7 @@ def test_packed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         k, v = (torch.randn(23, 1, 64).to(device, torch.bfloat16) for _ in range(2))
         limits = ends.to(device)
         _, grads = _gradients(
-            lambda *t: attention_varlen(*t, limits, limits, max_seqlen_q=17, max_seqlen_k=17, causal=True, backend="mma"),
+            lambda *t: attention_varlen(*t, limits, limits, 17, 17, causal=True, backend="mma"),
             (q, k, v), dout,
         )  # fmt: skip
         for begin, end in ((0, 17), (17, 20)):
