@@ -9,7 +9,7 @@
 namespace rtk {
 
 template <typename T>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     gated_delta_rule_step(const T* q, const T* k, const T* v, const float* g, const float* beta, float* state, T* out, i64 heads,
                           i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch,
                           i64 v_head, i64 l2norm, double scale) {
