@@ -22,7 +22,7 @@ MAX_KEY_WIDTH, MAX_VALUE_WIDTH = _WIDTHS[-1], 256
 _CHUNK = 64
 _ROW_KINDS = 4
 _MAX_STAGES = 3
-_STATIC_SHARED = 1024  # at most, of kernels
+_STATIC_SHARED, _GRADS_STATIC = 1024, 5120  # at most, of kernels
 _MATRIX = 2 * _CHUNK * _CHUNK  # bytes of T or P
 
 _TYPES = [(t, d) for t in _TOKENS for d in _WIDTHS]
@@ -49,7 +49,7 @@ REVERSE = Kernel(
 GRADS = Kernel(
     "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255,
     args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
-    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} l2norm:i64 scale:f64",
+    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} l2norm:i64 stages:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
@@ -168,12 +168,14 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitia
 def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
     """Return the launch of gradients inside chunks."""
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
-    shared = 2 * keys + 5 * values + 2 * call.width * tile_pitch(64)
+    stage = 3 * values + 2 * call.width * tile_pitch(64)
+    stages = 2 if 2 * (keys + stage) + _GRADS_STATIC <= device_info(device).shared_per_block else 1
+    shared = 2 * keys + stages * stage
     launch = GRADS.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     return Step(
         launch, *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
         *("dbeta", call.sequences, call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*_flat(q, k, v, dout), int(call.l2norm), call.scale),
+        *(*_flat(q, k, v, dout), int(call.l2norm), stages, call.scale),
     )  # fmt: skip
 
 
