@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(32 * kConvWarps, 3)
 #pragma unroll
     for (int j = 1; j < W; ++j)
         conv_input<T, N>(x, x_row, initial, columns, channels, channel, row0 - W + j, span, window[j]);
-    constexpr int kInFlight = 8;
+    constexpr int kInFlight = 4;
 #pragma unroll 1
     for (int base = 0; base < kConvRows; base += kInFlight) {
         Raw<sizeof(T) * N> raw[kInFlight];

@@ -99,6 +99,23 @@ RTK_DEVICE void store_by(int thread, T* to, i64 width, const u8* tile, int rows,
     }
 }
 
+// rows_by_rows, two steps at a time: fewer registers.
+template <typename T, typename Tile, int STEPS, int N>
+RTK_DEVICE void rows_by_rows_rolled(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {
+#pragma unroll 2
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[4];
+        Tile::left(a, left, row, step, lane);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            u32 b[4];
+            Tile::right(b, right, column + 16 * n, step, lane);
+            mma_step<T>(d[2 * n], a, b[0], b[1]);
+            mma_step<T>(d[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
 // d += rows row.. + 15 of one tile by the columns of another, summed over STEPS steps of 16 of its rows.
 template <typename T, typename Left, typename Right, int STEPS, int N>
 RTK_DEVICE void rows_by_columns(float (&d)[N][4], const u8* left, int row, const u8* right, int lane) {

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(256, 2)
     u8 *const key_tile = shared, *const query_tile = shared + kBytes;
     float* const m = reinterpret_cast<float*>(shared);  // in place of the tiles, later
     float* const x = m + kDelta * kSolvePitch;
-    __shared__ float halves[2][kRowKinds][kDelta];
+    __shared__ __align__(16) float halves[2][kRowKinds][kDelta];
 
     const i64 number = blockIdx.x;
     const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(heads / key_heads);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(256, 2)
     }
     float products[8][4];  // k_i . k_j, or q_i . k_j
     clear_sums(products);
-    rows_by_rows<T, Tile, DK / 16>(products, solves ? key_tile : query_tile, own_row, key_tile, 0, lane);
+    rows_by_rows_rolled<T, Tile, DK / 16>(products, solves ? key_tile : query_tile, own_row, key_tile, 0, lane);
     __syncthreads();
     const int barrier = solves ? 1 : 2;
 
@@ -148,24 +148,26 @@ __global__ void __launch_bounds__(256, 2)
         }
         ptx::named_barrier_sync(barrier, 128);
         T* const to = inner + (number * heads + head) * (kDelta * kDelta);
+        float c[2], by[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = own_row + lane / 4 + 8 * r;
-            const float c = own[kDecays][i];
-            const float by = solves ? own[kBetas][i] * own[kKeyNorms][i] : static_cast<float>(scale) * own[kQueryNorms][i];
+            c[r] = own[kDecays][i];
+            by[r] = solves ? own[kBetas][i] * own[kKeyNorms][i] : static_cast<float>(scale) * own[kQueryNorms][i];
+        }
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                float pair[2];
+        for (int n = 0; n < 8; ++n) {
+            const int j = 8 * n + lane % 4 * 2;
+            const float2 earlier = *reinterpret_cast<const float2*>(&own[kDecays][j]);
+            const float2 norm = *reinterpret_cast<const float2*>(&own[kKeyNorms][j]);
 #pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    const int j = 8 * n + lane % 4 * 2 + p;
-                    const bool counts = solves ? j < i : j <= i;
-                    const float factor = counts ? decay_between(c, own[kDecays][j]) * own[kKeyNorms][j] * by : 0.0f;
-                    pair[p] = counts ? products[n][2 * r + p] * factor : 0.0f;
-                }
-                const int at = 8 * n + lane % 4 * 2;
-                if (solves) *reinterpret_cast<float2*>(m + i * kSolvePitch + at) = make_float2(pair[0], pair[1]);
-                else store<T, 2>(to + i * kDelta + at, pair);
+            for (int r = 0; r < 2; ++r) {
+                const int i = own_row + lane / 4 + 8 * r, last = solves ? i - 1 : i;
+                const float pair[2] = {
+                    j <= last ? products[n][2 * r] * (decay_between(c[r], earlier.x) * norm.x * by[r]) : 0.0f,
+                    j + 1 <= last ? products[n][2 * r + 1] * (decay_between(c[r], earlier.y) * norm.y * by[r]) : 0.0f};
+                if (solves) *reinterpret_cast<float2*>(m + i * kSolvePitch + j) = make_float2(pair[0], pair[1]);
+                else store<T, 2>(to + i * kDelta + j, pair);
             }
         }
         if (!solves) {
