@@ -19,6 +19,23 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
+    "causal_conv1d_bwd 1x8192x8192 4 taps",
+    "causal_conv1d_bwd 8x4096x8192 4 taps",
+    "causal_conv1d_fwd 1x8192x8192 4 taps",
+    "causal_conv1d_fwd 8x4096x8192 4 taps",
+    "gate_silu_bwd 8192x4096g32 last",
+    "gate_silu_bwd 8192x8192g8 first",
+    "gate_silu_fwd 8192x4096g32 last",
+    "gate_silu_fwd 8192x8192g8 first",
+    "gated_delta_rule_bwd 1x32768 16/64 heads of 128",
+    "gated_delta_rule_bwd 1x32768 2/8 heads of 128",
+    "gated_delta_rule_bwd 1x8192 16/32 heads of 128",
+    "gated_delta_rule_bwd 8x4096 16/32 heads of 128",
+    "gated_delta_rule_fwd 1x32768 16/64 heads of 128",
+    "gated_delta_rule_fwd 1x32768 2/8 heads of 128",
+    "gated_delta_rule_fwd 1x8192 16/32 heads of 128",
+    "gated_delta_rule_fwd 8x4096 16/32 heads of 128",
+    "gated_delta_rule_step 128 sequences, 16/32 heads of 128",
     "mla_attention_bwd 1x8192 64 heads of 192/128 causal",
     "mla_attention_bwd 8x4096 16 heads of 192/128 causal",
     "mla_attention_fwd 1x8192 64 heads of 192/128 causal",
