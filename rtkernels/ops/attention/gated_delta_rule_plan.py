@@ -169,7 +169,8 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
     """Return the launch of gradients inside chunks."""
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
     stage = 3 * values + 2 * call.width * tile_pitch(64)
-    stages = 2 if 2 * (keys + stage) + _GRADS_STATIC <= device_info(device).shared_per_block else 1
+    fits = 2 * (keys + stage) + _GRADS_STATIC <= device_info(device).shared_per_block
+    stages = min(2 if fits else 1, _MAX_STAGES)
     shared = 2 * keys + stages * stage
     launch = GRADS.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     return Step(

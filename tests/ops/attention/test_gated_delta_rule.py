@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from support.ways import assert_equal_bits
 from torch import Tensor
 
 from rtkernels import gated_delta_rule, gated_delta_rule_step
+from rtkernels.ops.attention import gated_delta_rule_plan
+from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
@@ -101,6 +104,15 @@ def test_values_and_gradients(name: str, place: str) -> None:
 @at("cpu", "sm_80", "cuda")
 def test_packed_sequences(place: str) -> None:
     check(inputs(80, 1, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
+
+
+@at("sm_80", "cuda")
+@pytest.mark.parametrize("stages", (1, 2))
+def test_less_shared_memory(stages: int, place: str) -> None:
+    with mock.patch.object(gated_delta_rule_plan, "_MAX_STAGES", stages):
+        Plans.forget_all()
+        check(inputs(70, 1, 1, 16, 16, 2, BF16), [0, 1, 70], place)
+    Plans.forget_all()
 
 
 @at("cpu", "sm_80", "cuda")
