@@ -127,8 +127,9 @@ def test_equal_keys(beta: float, place: str) -> None:
     """M has entries of beta everywhere; products of it grow, the inverse does not."""
     q, k, v, g, _, state = inputs(70, 1, 1, 16, 16, 1, BF16, 0.01)
     tensors = [q, k[:1].expand_as(k).contiguous(), v, g, torch.full_like(g, beta), state]
-    # With beta 2 each token reflects the state: T has entries of 2 that alternate, and roundings add up.
-    check(tensors, None, place, tolerance=2.0**-4 if beta == 2.0 else 2.0**-6)
+    # With beta 2 each token reflects the state: T has entries of 2 with alternating signs, and roundings of all rows of
+    # a chunk to bf16 add up.
+    check(tensors, None, place, tolerance=2.0**-3 if beta == 2.0 else 2.0**-6)
 
 
 @at("cpu", "sm_80", "cuda")
