@@ -6,7 +6,7 @@ namespace rtk {
 // A lane owns N neighbouring channels, a warp kConvRows consecutive rows; its last W - 1 rows stay in registers. Rows of
 // no sequence give 0. y is dense. Grid: blocks of rows, tiles of 32 N channels, batch (1 if packed).
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(32 * kConvWarps)
+__global__ void __launch_bounds__(32 * kConvWarps, 3)
     causal_conv1d_fwd(const T* x, const void* weight, const void* bias, const T* initial, const i32* cu, T* y, i64 sequences,
                       i64 length, i64 channels, i64 x_batch, i64 x_row, i64 columns, i64 weight_fp32, i64 bias_fp32,
                       i64 silu) {

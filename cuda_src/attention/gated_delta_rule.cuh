@@ -73,6 +73,49 @@ RTK_DEVICE void write_pair(u8* tile, int row, int n, int lane, float lo, float h
     *reinterpret_cast<u32*>(tile + Tile::offset(row, n) + lane % 4 * 4) = packed_pair<T>(lo, hi);
 }
 
+// MmaTile::fetch by 128 threads, of which this is `thread`.
+template <typename Tile, int ROWS, typename T>
+RTK_DEVICE void fetch_by(int thread, u8* tile, const T* source, i64 row_stride, int rows, int vectors) {
+    constexpr int kStep = 128 / Tile::kVectors;
+    static_assert(ROWS % kStep == 0, "all threads copy alike");
+    const ptx::SharedAddress base = ptx::shared_address(tile);
+    const int row = thread / Tile::kVectors, vector = thread % Tile::kVectors, last = vector < vectors ? rows : 0;
+    const T* from = source + row * row_stride + vector * 8;
+#pragma unroll
+    for (int i = 0; i < ROWS / kStep; ++i) {
+        ptx::cp_async_16_or_zero(base + Tile::offset(row + i * kStep, vector), from, row + i * kStep < last);
+        from += kStep * row_stride;
+    }
+}
+
+// Stores a tile to dense rows of `width` elements by 128 threads, vector by vector.
+template <typename Tile, int ROWS, typename T>
+RTK_DEVICE void store_by(int thread, T* to, i64 width, const u8* tile, int rows, int vectors) {
+#pragma unroll
+    for (int i = thread; i < ROWS * Tile::kVectors; i += 128) {
+        const int row = i / Tile::kVectors, vector = i % Tile::kVectors;
+        if (row < rows && vector < vectors)
+            ptx::st<16>(to + row * width + vector * 8, *reinterpret_cast<const Raw<16>*>(tile + Tile::offset(row, vector)));
+    }
+}
+
+// rows_by_rows, two steps at a time: fewer registers.
+template <typename T, typename Tile, int STEPS, int N>
+RTK_DEVICE void rows_by_rows_rolled(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {
+#pragma unroll 2
+    for (int step = 0; step < STEPS; ++step) {
+        u32 a[4];
+        Tile::left(a, left, row, step, lane);
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            u32 b[4];
+            Tile::right(b, right, column + 16 * n, step, lane);
+            mma_step<T>(d[2 * n], a, b[0], b[1]);
+            mma_step<T>(d[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
 // d += rows row.. + 15 of one tile by the columns of another, summed over STEPS steps of 16 of its rows.
 template <typename T, typename Left, typename Right, int STEPS, int N>
 RTK_DEVICE void rows_by_columns(float (&d)[N][4], const u8* left, int row, const u8* right, int lane) {

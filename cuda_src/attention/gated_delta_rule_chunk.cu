@@ -1,8 +1,8 @@
 // What chunks of the gated delta rule need of their own tokens (attention/gated_delta_rule.cuh): T and P as T-typed
 // [chunks][heads][64][64], and the numbers of rows as fp32 [chunks][heads][kRowKinds][64].
 //
-// A block owns a chunk and a key head, and loops over its value heads; each of four warps has 16 rows of the products.
-// I + M is inverted in fp32: blocks of 16 x 16 by substitution, one warp each, then pairs of blocks, then pairs of those,
+// A block owns a chunk and a key head; two halves of it loop over its value heads on their own. Warps 0 to 3 compute M and T,
+// 16 rows each, warps 4 to 7 P. I + M is inverted in fp32: blocks of 16 x 16 by substitution, one warp each, then pairs of blocks, then pairs of those,
 // by -B^-1 C A^-1. Grid: chunks, key heads.
 #include "attention/gated_delta_rule.cuh"
 
@@ -34,14 +34,14 @@ RTK_DEVICE void block_product(float* out, const float* left, const float* right,
                       : make_float4(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]);
 }
 
-// x = (I + m)^-1, m strictly lower; 128 threads. The part of m above its diagonal is clobbered.
+// x = (I + m)^-1, m strictly lower; threads 0 to 127. The part of m above its diagonal is clobbered.
 RTK_DEVICE void invert_unit_lower(float* x, float* m) {
     constexpr int kPitch = kSolvePitch;
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
 #pragma unroll 4
     for (int at = thread * 4; at < kDelta * kPitch; at += 512)
         *reinterpret_cast<float4*>(x + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    __syncthreads();
+    ptx::named_barrier_sync(1, 128);
     {
         const float* const block = m + 16 * warp * (kPitch + 1);
         const int column = lane % 16;
@@ -58,21 +58,21 @@ RTK_DEVICE void invert_unit_lower(float* x, float* m) {
             for (int i = 0; i < 16; ++i) x[(16 * warp + i) * kPitch + 16 * warp + column] = own[i];
         }
     }
-    __syncthreads();
+    ptx::named_barrier_sync(1, 128);
     const int corner = thread / 64 * 32 * (kPitch + 1), part = thread % 64;
     float* const upper = m + corner + 16;  // unused places
     block_product<16, false>(upper, m + corner + 16 * kPitch, x + corner, part, 16);
-    __syncthreads();
+    ptx::named_barrier_sync(1, 128);
     block_product<16, true>(x + corner + 16 * kPitch, x + corner + 16 * (kPitch + 1), upper, part, 16);
-    __syncthreads();
+    ptx::named_barrier_sync(1, 128);
     block_product<32, false>(m + 32, m + 32 * kPitch, x, thread, 32);
-    __syncthreads();
+    ptx::named_barrier_sync(1, 128);
     block_product<32, true>(x + 32 * kPitch, x + 32 * (kPitch + 1), m + 32, thread, 32);
-    __syncthreads();
+    ptx::named_barrier_sync(1, 128);
 }
 
 template <typename T, int DK>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(256, 2)
     gated_delta_rule_chunk(const T* q, const T* k, const float* g, const float* beta, const i32* cu, T* solve, T* inner,
                            float* rows, i64 sequences, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 q_batch, i64 q_row,
                            i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 l2norm, double scale) {
@@ -80,54 +80,53 @@ __global__ void __launch_bounds__(128)
     constexpr u32 kBytes = kDelta * Tile::kPitch;
     extern __shared__ __align__(128) u8 shared[];
     u8 *const key_tile = shared, *const query_tile = shared + kBytes;
-    float* const m = reinterpret_cast<float*>(shared + 2 * kBytes);
+    float* const m = reinterpret_cast<float*>(shared);  // in place of the tiles, later
     float* const x = m + kDelta * kSolvePitch;
-    __shared__ float own[kRowKinds][kDelta];
+    __shared__ __align__(16) float halves[2][kRowKinds][kDelta];
 
     const i64 number = blockIdx.x;
     const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(heads / key_heads);
     const DeltaChunk chunk = delta_chunk(number, length, cu, static_cast<int>(sequences));
     if (chunk.rows <= 0) return;
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp, own_row = 16 * warp;
+    const bool solves = threadIdx.x < 128;
+    const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % kWarp, warp = thread / kWarp, own_row = 16 * warp;
+    float(*const own)[kDelta] = halves[solves ? 0 : 1];
     q += chunk.batch * q_batch + chunk.first * q_row + key_head * q_head;
     k += chunk.batch * k_batch + chunk.first * k_row + key_head * k_head;
     const int vectors = static_cast<int>(d_k) / 8;
-    Tile::template fetch<kDelta, 128>(key_tile, k, k_row, chunk.rows, vectors);
-    Tile::template fetch<kDelta, 128>(query_tile, q, q_row, chunk.rows, vectors);
+    Tile::template fetch<kDelta, 256>(key_tile, k, k_row, chunk.rows, vectors);
+    Tile::template fetch<kDelta, 256>(query_tile, q, q_row, chunk.rows, vectors);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
     {
-        float square[2] = {0.0f, 0.0f};
+        // The first half has the norms of keys, the other one those of queries.
+        float square = 0.0f;
         const int row = thread / 2;
         if (l2norm) {
 #pragma unroll
-            for (int v = 0; v < Tile::kVectors / 2; ++v)
+            for (int v = 0; v < Tile::kVectors / 2; ++v) {
+                float f[8];
+                const u8* const at = (solves ? key_tile : query_tile) + Tile::offset(row, thread % 2 * (Tile::kVectors / 2) + v);
+                unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(at), f);
 #pragma unroll
-                for (int which = 0; which < 2; ++which) {
-                    float f[8];
-                    const u8* const at = shared + which * kBytes + Tile::offset(row, thread % 2 * (Tile::kVectors / 2) + v);
-                    unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(at), f);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) square[which] += f[i] * f[i];
-                }
+                for (int i = 0; i < 8; ++i) square += f[i] * f[i];
+            }
         }
-#pragma unroll
-        for (int which = 0; which < 2; ++which) {
-            square[which] += __shfl_xor_sync(0xffffffffu, square[which], 1);
-            if (thread % 2 == 0) own[kKeyNorms + which][row] = l2norm ? rsqrtf(square[which] + 1e-6f) : 1.0f;
-        }
+        square += __shfl_xor_sync(0xffffffffu, square, 1);
+        const float norm = l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
+        if (thread % 2 == 0) halves[0][solves ? kKeyNorms : kQueryNorms][row] = halves[1][solves ? kKeyNorms : kQueryNorms][row] = norm;
     }
-    float keys[8][4], products[8][4];  // k_i . k_j, q_i . k_j
-    clear_sums(keys);
+    float products[8][4];  // k_i . k_j, or q_i . k_j
     clear_sums(products);
-    rows_by_rows<T, Tile, DK / 16>(keys, key_tile, own_row, key_tile, 0, lane);
-    rows_by_rows<T, Tile, DK / 16>(products, query_tile, own_row, key_tile, 0, lane);
+    rows_by_rows_rolled<T, Tile, DK / 16>(products, solves ? key_tile : query_tile, own_row, key_tile, 0, lane);
+    __syncthreads();
+    const int barrier = solves ? 1 : 2;
 
 #pragma unroll 1
     for (int e = 0; e < each; ++e) {
         const int head = key_head * each + e;
-        __syncthreads();
+        ptx::named_barrier_sync(barrier, 128);
         if (warp == 0) {
             float sum[2], before = 0.0f;
             const i64 at = (chunk.batch * length + chunk.first) * heads + head;
@@ -147,32 +146,39 @@ __global__ void __launch_bounds__(128)
                 own[kBetas][row] = row < chunk.rows ? beta[at + row * heads] : 0.0f;
             }
         }
-        __syncthreads();
+        ptx::named_barrier_sync(barrier, 128);
         T* const to = inner + (number * heads + head) * (kDelta * kDelta);
+        float c[2], by[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = own_row + lane / 4 + 8 * r;
-            const float c = own[kDecays][i], by_key = own[kBetas][i] * own[kKeyNorms][i];
-            const float by_query = static_cast<float>(scale) * own[kQueryNorms][i];
+            c[r] = own[kDecays][i];
+            by[r] = solves ? own[kBetas][i] * own[kKeyNorms][i] : static_cast<float>(scale) * own[kQueryNorms][i];
+        }
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                float pair[2], other[2];
+        for (int n = 0; n < 8; ++n) {
+            const int j = 8 * n + lane % 4 * 2;
+            const float2 earlier = *reinterpret_cast<const float2*>(&own[kDecays][j]);
+            const float2 norm = *reinterpret_cast<const float2*>(&own[kKeyNorms][j]);
 #pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    const int j = 8 * n + lane % 4 * 2 + p;
-                    const float factor = j <= i ? decay_between(c, own[kDecays][j]) * own[kKeyNorms][j] : 0.0f;
-                    pair[p] = j < i ? keys[n][2 * r + p] * factor * by_key : 0.0f;
-                    other[p] = j <= i ? products[n][2 * r + p] * factor * by_query : 0.0f;
-                }
-                *reinterpret_cast<float2*>(m + i * kSolvePitch + 8 * n + lane % 4 * 2) = make_float2(pair[0], pair[1]);
-                store<T, 2>(to + i * kDelta + 8 * n + lane % 4 * 2, other);
+            for (int r = 0; r < 2; ++r) {
+                const int i = own_row + lane / 4 + 8 * r, last = solves ? i - 1 : i;
+                const float pair[2] = {
+                    j <= last ? products[n][2 * r] * (decay_between(c[r], earlier.x) * norm.x * by[r]) : 0.0f,
+                    j + 1 <= last ? products[n][2 * r + 1] * (decay_between(c[r], earlier.y) * norm.y * by[r]) : 0.0f};
+                if (solves) *reinterpret_cast<float2*>(m + i * kSolvePitch + j) = make_float2(pair[0], pair[1]);
+                else store<T, 2>(to + i * kDelta + j, pair);
             }
         }
-        if (thread < kDelta) {
+        if (!solves) {
+            if (thread < kDelta) {
 #pragma unroll
-            for (int kind = 0; kind < kRowKinds; ++kind)
-                rows[((number * heads + head) * kRowKinds + kind) * kDelta + thread] = own[kind][thread];
+                for (int kind = 0; kind < kRowKinds; ++kind)
+                    rows[((number * heads + head) * kRowKinds + kind) * kDelta + thread] = own[kind][thread];
+            }
+            continue;
         }
+        ptx::named_barrier_sync(1, 128);
         invert_unit_lower(x, m);
         T* const solved = solve + (number * heads + head) * (kDelta * kDelta);
 #pragma unroll

@@ -7,7 +7,7 @@
 //     dc of the last row also + sum(s) + exp(c_end) <S, dS>,  dg = sums of dc from a row to the end of its chunk.
 //
 // A block owns a chunk and a key head, and adds up its value heads in order. Of each value head, v comes in tiles of 64
-// columns. Warps 0 to 3 have 16 rows of dQ each, warps 4 to 7 those of dK. Grid: chunks, key heads.
+// columns, in one or two `stages`. Warps 0 to 3 have 16 rows of dQ each, warps 4 to 7 those of dK. Grid: chunks, key heads.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
@@ -34,16 +34,15 @@ __global__ void __launch_bounds__(256)
                            const T* dstates, const T* updates, const T* drest, T* dq, T* dk, float* dg, float* dbeta,
                            i64 sequences, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
                            i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch,
-                           i64 dout_row, i64 dout_head, i64 l2norm, double scale_given) {
+                           i64 dout_row, i64 dout_head, i64 l2norm, i64 stages, double scale_given) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<64>;
     constexpr int kTiles = DK / 8;
     constexpr u32 kKBytes = kDelta * KTile::kPitch, kVBytes = kDelta * VTile::kPitch, kSBytes = DK * VTile::kPitch;
     extern __shared__ __align__(128) u8 shared[];
     u8 *const key_tile = shared, *const query_tile = key_tile + kKBytes;
-    u8 *const dout_tile = query_tile + kKBytes, *const update_tile = dout_tile + kVBytes, *const rest_tile = update_tile + kVBytes;
-    u8 *const state_tile = rest_tile + kVBytes, *const dstate_tile = state_tile + kSBytes;
-    u8 *const x_tile = dstate_tile + kSBytes, *const n_tile = x_tile + kVBytes;
+    constexpr u32 kStageBytes = 3 * kVBytes + 2 * kSBytes;
+    u8* const tiles = query_tile + kKBytes;
     __shared__ float numbers[kRowKinds][kDelta];
     __shared__ float column_sums[8][kDelta], row_sums[3][kDelta], betas[2][kDelta], state_sums[8];
 
@@ -60,7 +59,24 @@ __global__ void __launch_bounds__(256)
                                        static_cast<int>(d_k) / 8);
     KTile::template fetch<kDelta, 256>(query_tile, q + batch * q_batch + chunk.first * q_row + key_head * q_head, q_row,
                                        chunk.rows, static_cast<int>(d_k) / 8);
-    ptx::cp_async_commit();
+    const int count = static_cast<int>(stages), across = (static_cast<int>(d_v) + 63) / 64;
+    auto fetch = [&](int item) {  // value head and tile of columns
+        if (item < each * across) {
+            const int head = key_head * each + item / across, column0 = item % across * 64;
+            const int vectors = min(static_cast<int>(d_v) - column0, 64) / 8;
+            const i64 at = number * heads + head;
+            u8* const to = tiles + item % count * kStageBytes;
+            VTile::template fetch<kDelta, 256>(
+                to, dout + batch * dout_batch + chunk.first * dout_row + head * dout_head + column0, dout_row, chunk.rows, vectors);
+            VTile::template fetch<kDelta, 256>(to + kVBytes, updates + at * kDelta * d_v + column0, d_v, kDelta, vectors);
+            VTile::template fetch<kDelta, 256>(to + 2 * kVBytes, drest + at * kDelta * d_v + column0, d_v, kDelta, vectors);
+            u8* const both = to + 3 * kVBytes;
+            VTile::template fetch<DK, 256>(both, states + at * d_k * d_v + column0, d_v, static_cast<int>(d_k), vectors);
+            VTile::template fetch<DK, 256>(both + kSBytes, dstates + at * d_k * d_v + column0, d_v, static_cast<int>(d_k), vectors);
+        }
+        ptx::cp_async_commit();
+    };
+    fetch(0);
     float total[kTiles][4];  // dQ or dK
     clear_sums(total);
 
@@ -74,18 +90,18 @@ __global__ void __launch_bounds__(256)
         float later[2] = {0.0f, 0.0f};  // K . A3
         float products = 0.0f, both_states = 0.0f;
         clear_sums(inner);
+        u8* dout_tile = nullptr;
 #pragma unroll 1
         for (int column0 = 0; column0 < static_cast<int>(d_v); column0 += 64) {
-            const int columns = min(static_cast<int>(d_v) - column0, 64);
-            VTile::template fetch<kDelta, 256>(dout_tile, dout + batch * dout_batch + chunk.first * dout_row + head * dout_head +
-                                               column0, dout_row, chunk.rows, columns / 8);
-            VTile::template fetch<kDelta, 256>(update_tile, updates + at * kDelta * d_v + column0, d_v, kDelta, columns / 8);
-            VTile::template fetch<kDelta, 256>(rest_tile, drest + at * kDelta * d_v + column0, d_v, kDelta, columns / 8);
-            VTile::template fetch<DK, 256>(state_tile, states + at * d_k * d_v + column0, d_v, static_cast<int>(d_k), columns / 8);
-            VTile::template fetch<DK, 256>(dstate_tile, dstates + at * d_k * d_v + column0, d_v, static_cast<int>(d_k),
-                                           columns / 8);
-            ptx::cp_async_commit();
-            ptx::cp_async_wait<0>();
+            const int columns = min(static_cast<int>(d_v) - column0, 64), item = e * across + column0 / 64;
+            dout_tile = tiles + item % count * kStageBytes;
+            const u8* const update_tile = dout_tile + kVBytes;
+            const u8* const rest_tile = update_tile + kVBytes;
+            const u8* const state_tile = rest_tile + kVBytes;
+            const u8* const dstate_tile = state_tile + kSBytes;
+            if (count > 1) fetch(item + 1), ptx::cp_async_wait<1>();
+            else if (item > 0) fetch(item), ptx::cp_async_wait<0>();
+            else ptx::cp_async_wait<0>();
             __syncthreads();
             const u8* const left = of_queries ? dout_tile : rest_tile;
             rows_by_rows<T, VTile, 4>(inner, left, own_row, update_tile, 0, lane);
@@ -174,7 +190,8 @@ __global__ void __launch_bounds__(256)
         float pairs[8][4], columns[8][2], row_sum[2] = {0.0f, 0.0f}, beta_sum[2] = {0.0f, 0.0f};
         clear_sums(pairs);
         rows_by_rows<T, KTile, DK / 16>(pairs, of_queries ? query_tile : key_tile, own_row, key_tile, 0, lane);
-        u8* const to = of_queries ? x_tile : n_tile;
+        // Where dO and U were.
+        u8 *const x_tile = dout_tile, *const n_tile = dout_tile + kVBytes, *const to = of_queries ? x_tile : n_tile;
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll

@@ -2,7 +2,8 @@
 // dS of the state behind a chunk,
 //     dU = P^T dO + F K dS,  dR = T^T dU,  dV = beta dR,
 //     dS before it = exp(c_end) dS + scale (E Q)^T dO - (beta E K)^T dR.
-// Owners as in gated_delta_rule_scan.cu; warps 0 to 3 compute dU and dR, warps 4 to 7 scale dO meanwhile. `dstates` gets
+// Owners and stages as in gated_delta_rule_scan.cu; warps 0 to 3 compute dU and dR. Meanwhile warps 4 to 7 write dR and dV of
+// the chunk behind, dS, load tiles, and scale dO. `dstates` gets
 // dS behind each chunk as T, [chunks][heads][d_k][d_v], and `drest` dR as T, [chunks][heads][64][d_v].
 // Grid: tiles of VT columns, heads, sequences.
 #include "attention/gated_delta_rule.cuh"
@@ -10,11 +11,11 @@
 namespace rtk {
 
 template <typename T, int DK, int VT>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 1)
     gated_delta_rule_reverse(const T* q, const T* k, const T* dout, const T* solve, const T* inner, const float* rows,
                              const float* dfinal, float* dinitial, const i32* cu, T* dv, T* dstates, T* drest, i64 length,
                              i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
-                             i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, double scale) {
+                             i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<VT>;
     using CTile = MmaTile<kDelta>;
@@ -23,9 +24,13 @@ __global__ void __launch_bounds__(256)
     constexpr u32 kRowBytes = kRowKinds * kDelta * 4;
     constexpr u32 kStageBytes = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
     extern __shared__ __align__(128) u8 shared[];
-    u8* const state_tile = shared + 2 * kStageBytes;
-    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // dU, later dR times its factors
-    u8* const scaled_tile = rest_tile + kVBytes;            // dO times its factors
+    const int count = static_cast<int>(stages);
+    u8* const state_tile = shared + count * kStageBytes;
+    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // dU
+    u8* const factor_tile = rest_tile + kVBytes;            // dR times its factors
+    u8* const scaled_tile = factor_tile + kVBytes;          // dO times its factors
+    u8* const drest_tiles = scaled_tile + kVBytes;          // dR of this chunk and the one behind
+    __shared__ float betas[2][kDelta];                      // of the same
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
     const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
@@ -36,22 +41,46 @@ __global__ void __launch_bounds__(256)
     k += batch * k_batch + own.first * k_row + key_head * k_head;
     dout += batch * dout_batch + own.first * dout_row + head * dout_head + column0;
     dv += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    const int helper = static_cast<int>(threadIdx.x) - 128;  // threads that load and store
+    auto stage = [&](int chunk) { return shared + chunk % count * kStageBytes; };
     auto fetch = [&](int chunk) {
-        u8* const to = shared + (chunk & 1) * kStageBytes;
-        const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
-        const int here = own.rows - chunk * kDelta;
-        KTile::template fetch<kDelta, 256>(to, k + i0 * k_row, k_row, here, k_vectors);
-        KTile::template fetch<kDelta, 256>(to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
-        VTile::template fetch<kDelta, 256>(to + 2 * kKBytes, dout + i0 * dout_row, dout_row, here, v_columns / 8);
-        CTile::template fetch<kDelta, 256>(to + 2 * kKBytes + kVBytes, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
-        CTile::template fetch<kDelta, 256>(to + 2 * kKBytes + kVBytes + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta,
-                                           8);
-        if (threadIdx.x < kRowBytes / 16)
-            ptx::cp_async_16(ptx::shared_address(to + 2 * kKBytes + kVBytes + 2 * kCBytes + threadIdx.x * 16),
-                             rows + at * (kRowKinds * kDelta) + threadIdx.x * 4);
+        if (chunk >= 0) {
+            u8* const to = stage(chunk);
+            const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
+            const int here = own.rows - chunk * kDelta;
+            fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
+            fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
+            fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, dout + i0 * dout_row, dout_row, here, v_columns / 8);
+            u8* const matrices = to + 2 * kKBytes + kVBytes;
+            fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            if (helper < static_cast<int>(kRowBytes / 16))
+                ptx::cp_async_16(ptx::shared_address(matrices + 2 * kCBytes + helper * 16),
+                                 rows + at * (kRowKinds * kDelta) + helper * 4);
+        }
         ptx::cp_async_commit();
     };
-    if (chunks > 0) fetch(chunks - 1);
+    if (helper >= 0 && count > 1) fetch(chunks - 1);
+    if (helper >= 0 && count > 2) fetch(chunks - 2);
+    auto finish = [&](int chunk) {  // dR and dV of a chunk
+        const u8* const tile = drest_tiles + (chunk & 1) * kVBytes;
+        const float* const beta = betas[chunk & 1];
+        const int here = min(own.rows - chunk * kDelta, kDelta);
+        T* const to = drest + ((own.chunk + chunk) * heads + head) * kDelta * d_v + column0;
+        T* const to_dv = dv + static_cast<i64>(chunk) * kDelta * heads * d_v;
+#pragma unroll
+        for (int i = helper; i < kDelta * VTile::kVectors; i += 128) {
+            const int row = i / VTile::kVectors, vector = i % VTile::kVectors;
+            if (vector * 8 >= v_columns) continue;
+            const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(tile + VTile::offset(row, vector));
+            ptx::st<16>(to + row * d_v + vector * 8, raw);
+            float f[8];
+            unpack<T, 8>(raw, f);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) f[c] *= beta[row];
+            if (row < here) store<T, 8>(to_dv + row * heads * d_v + vector * 8, f);
+        }
+    };
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const bool keeps = 16 * warp < DK;  // rows of the state
@@ -82,27 +111,24 @@ __global__ void __launch_bounds__(256)
     const int own_row = 16 * (warp % 4);
 #pragma unroll 1
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
-        ptx::cp_async_wait<0>();
+        if (count == 1) {
+            __syncthreads();
+            if (helper >= 0) {
+                if (chunk + 1 < chunks) finish(chunk + 1);
+                ptx::named_barrier_sync(2, 128);
+                fetch(chunk);
+            }
+        }
+        if (helper >= 0) count > 2 ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
         __syncthreads();
-        if (chunk > 0) fetch(chunk - 1);
-        const u8* const key_tile = shared + (chunk & 1) * kStageBytes;
+        const u8* const key_tile = stage(chunk);
         const u8* const query_tile = key_tile + kKBytes;
         const u8* const dout_tile = query_tile + kKBytes;
         const u8* const solve_tile = dout_tile + kVBytes;
         const u8* const inner_tile = solve_tile + kCBytes;
         const float* const numbers = reinterpret_cast<const float*>(inner_tile + kCBytes);
         const float* const decays = numbers + kDecays * kDelta;
-        const int here = min(own.rows - chunk * kDelta, kDelta);
         const float end = decays[kDelta - 1];
-        const i64 at = (own.chunk + chunk) * heads + head;
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
-                if (has(n, r)) store<T, 2>(dstates + at_state(at, n, r), pair);
-            }
-
         if (warp < 4) {
             float sums[kTiles][4], after[2];
             clear_sums(sums);
@@ -122,25 +148,28 @@ __global__ void __launch_bounds__(256)
             ptx::named_barrier_sync(1, 128);
             clear_sums(sums);
             columns_by_columns<T, CTile, VTile>(sums, solve_tile, own_row, rest_tile, warp, kDelta / 16, lane);
-            ptx::named_barrier_sync(1, 128);
+            u8* const drest_tile = drest_tiles + (chunk & 1) * kVBytes;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
                 const float beta = numbers[kBetas * kDelta + i];
                 const float factor = -beta * numbers[kKeyNorms * kDelta + i] * ptx::ex2(decays[i]);
-                T* const to_dv = dv + (static_cast<i64>(chunk) * kDelta + i) * heads * d_v;
+                if (lane % 4 == 0) betas[chunk & 1][i] = beta;
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
-                    const int column = 8 * n + lane % 4 * 2;
-                    const float pair[2] = {sums[n][2 * r], sums[n][2 * r + 1]};
-                    const float value[2] = {beta * pair[0], beta * pair[1]};
-                    write_pair<T, VTile>(rest_tile, i, n, lane, factor * pair[0], factor * pair[1]);
-                    if (column >= v_columns) continue;
-                    store<T, 2>(drest + (at * kDelta + i) * d_v + column0 + column, pair);
-                    if (i < here) store<T, 2>(to_dv + column, value);
+                    const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
+                    write_pair<T, VTile>(drest_tile, i, n, lane, lo, hi);
+                    write_pair<T, VTile>(factor_tile, i, n, lane, factor * lo, factor * hi);
                 }
             }
         } else {
+            if (chunk + 1 < chunks && count > 1) finish(chunk + 1);
+            store_by<VTile, DK>(helper, dstates + ((own.chunk + chunk) * heads + head) * d_k * d_v + column0, d_v, state_tile,
+                                static_cast<int>(d_k), v_columns / 8);
+            if (count > 1) {
+                ptx::named_barrier_sync(2, 128);  // all of them are done with the tiles of the chunk behind
+                fetch(chunk - count + 1);
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
@@ -158,10 +187,12 @@ __global__ void __launch_bounds__(256)
             const float by = ptx::ex2(end), both[2] = {by, by};
             scale_rows(state, both);
             columns_by_columns<T, KTile, VTile>(state, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
-            columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, rest_tile, 0, kDelta / 16, lane);
+            columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
             show_state();
         }
     }
+    __syncthreads();
+    if (helper >= 0 && chunks > 0) finish(0);
     if (dinitial == nullptr) return;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)

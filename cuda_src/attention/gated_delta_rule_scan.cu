@@ -2,8 +2,9 @@
 //
 // A block owns one sequence, one value head and VT columns of v; columns of the state do not meet. It loops over chunks
 // with the state in fp32 registers, 16 of its rows per warp, and as T in shared memory for products. Warps 0 to 3
-// compute K S, R and U, 16 rows each, while warps 4 to 7 compute Q S; then all of them update the state, and warps 4 to 7
-// add P U and write the result. Tiles of the chunk have two stages.
+// compute K S, R and U, 16 rows each. Meanwhile warps 4 to 7 add P U of the chunk before and write its result, load tiles
+// of the chunk after the next, and compute Q S. Then all of them update the state. Tiles of chunks have one to three
+// `stages`; with one of them, warps 4 to 7 work on the chunk before, and load, while the others wait.
 //
 // `states`, if not null, gets the state before each chunk as T, [chunks][heads][d_k][d_v], and `updates` U as T,
 // [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. Grid: tiles of VT columns, heads, sequences.
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(256, 1)
     gated_delta_rule_scan(const T* q, const T* k, const T* v, const T* solve, const T* inner, const float* rows,
                           const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
                           i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
-                          i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, double scale) {
+                          i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<VT>;
     using CTile = MmaTile<kDelta>;
@@ -25,9 +26,11 @@ __global__ void __launch_bounds__(256, 1)
     constexpr u32 kRowBytes = kRowKinds * kDelta * 4;
     constexpr u32 kStageBytes = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
     extern __shared__ __align__(128) u8 shared[];
-    u8* const state_tile = shared + 2 * kStageBytes;
-    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // R, later U
+    const int count = static_cast<int>(stages);
+    u8* const state_tile = shared + count * kStageBytes;
+    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // R
     u8* const decayed_tile = rest_tile + kVBytes;           // U with the decay to the end of the chunk
+    u8* const update_tiles = decayed_tile + kVBytes;        // U of this chunk and the one before
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
     const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
@@ -39,24 +42,29 @@ __global__ void __launch_bounds__(256, 1)
     v += batch * v_batch + own.first * v_row + head * v_head + column0;
     const bool writes = out != nullptr;
     if (writes) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    const int helper = static_cast<int>(threadIdx.x) - 128;  // threads that load and store
+    auto stage = [&](int chunk) { return shared + chunk % count * kStageBytes; };
     auto fetch = [&](int chunk) {
-        u8* const to = shared + (chunk & 1) * kStageBytes;
-        const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
-        const int here = own.rows - chunk * kDelta;
-        KTile::template fetch<kDelta, 256>(to, k + i0 * k_row, k_row, here, k_vectors);
-        VTile::template fetch<kDelta, 256>(to + 2 * kKBytes, v + i0 * v_row, v_row, here, v_columns / 8);
-        CTile::template fetch<kDelta, 256>(to + 2 * kKBytes + kVBytes, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
-        if (writes) {
-            KTile::template fetch<kDelta, 256>(to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
-            CTile::template fetch<kDelta, 256>(to + 2 * kKBytes + kVBytes + kCBytes, inner + at * (kDelta * kDelta), kDelta,
-                                               kDelta, 8);
+        if (chunk < chunks) {
+            u8* const to = stage(chunk);
+            const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
+            const int here = own.rows - chunk * kDelta;
+            fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
+            fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, v + i0 * v_row, v_row, here, v_columns / 8);
+            u8* const matrices = to + 2 * kKBytes + kVBytes;
+            fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            if (writes) {
+                fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
+                fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            }
+            if (helper < static_cast<int>(kRowBytes / 16))
+                ptx::cp_async_16(ptx::shared_address(matrices + 2 * kCBytes + helper * 16),
+                                 rows + at * (kRowKinds * kDelta) + helper * 4);
         }
-        if (threadIdx.x < kRowBytes / 16)
-            ptx::cp_async_16(ptx::shared_address(to + 2 * kKBytes + kVBytes + 2 * kCBytes + threadIdx.x * 16),
-                             rows + at * (kRowKinds * kDelta) + threadIdx.x * 4);
         ptx::cp_async_commit();
     };
-    if (chunks > 0) fetch(0);
+    if (helper >= 0 && count > 1) fetch(0);
+    if (helper >= 0 && count > 2) fetch(1);
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const bool keeps = 16 * warp < DK;  // rows of the state
@@ -85,34 +93,47 @@ __global__ void __launch_bounds__(256, 1)
     show_state();
 
     const int own_row = 16 * (warp % 4);
+    float sums[kTiles][4];
+    auto finish = [&](int chunk) {  // out, and U for gradients, of a chunk whose Q S is in `sums`
+        const u8* const update_tile = update_tiles + (chunk & 1) * kVBytes;
+        const int here = min(own.rows - chunk * kDelta, kDelta);
+        if (updates != nullptr)
+            store_by<VTile, kDelta>(helper, updates + ((own.chunk + chunk) * heads + head) * kDelta * d_v + column0, d_v,
+                                    update_tile, kDelta, v_columns / 8);
+        if (!writes) return;
+        const u8* const inner_tile = stage(chunk) + 2 * kKBytes + kVBytes + kCBytes;
+#pragma unroll
+        for (int step = 0; step < kDelta / 16; ++step) {
+            if (step > warp - 4) continue;
+            u32 a[4];
+            CTile::left(a, inner_tile, own_row, step, lane);
+            by_columns<T, VTile>(sums, a, update_tile, 16 * step, lane);
+        }
+        store_rows<T>(out + static_cast<i64>(chunk) * kDelta * heads * d_v, heads * d_v, sums, 1.0f, own_row, here, v_columns,
+                      lane);
+    };
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        ptx::cp_async_wait<0>();
+        if (count == 1) {
+            __syncthreads();
+            if (helper >= 0) {
+                if (chunk > 0) finish(chunk - 1);
+                ptx::named_barrier_sync(2, 128);
+                fetch(chunk);
+            }
+        }
+        if (helper >= 0) count > 2 ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
         __syncthreads();
-        if (chunk + 1 < chunks) fetch(chunk + 1);
-        const u8* const key_tile = shared + (chunk & 1) * kStageBytes;
+        const u8* const key_tile = stage(chunk);
         const u8* const query_tile = key_tile + kKBytes;
         const u8* const value_tile = query_tile + kKBytes;
         const u8* const solve_tile = value_tile + kVBytes;
-        const u8* const inner_tile = solve_tile + kCBytes;
-        const float* const numbers = reinterpret_cast<const float*>(inner_tile + kCBytes);
+        const float* const numbers = reinterpret_cast<const float*>(solve_tile + 2 * kCBytes);
         const float* const decays = numbers + kDecays * kDelta;
-        const int here = min(own.rows - chunk * kDelta, kDelta);
         const float end = decays[kDelta - 1];
-        const i64 at = (own.chunk + chunk) * heads + head;
-        if (states != nullptr) {
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
-                    if (has(n, r)) store<T, 2>(states + at_state(at, n, r), pair);
-                }
-        }
-
-        float sums[kTiles][4];
-        clear_sums(sums);
         if (warp < 4) {
+            u8* const update_tile = update_tiles + (chunk & 1) * kVBytes;
+            clear_sums(sums);
             rows_by_columns<T, KTile, VTile, DK / 16>(sums, key_tile, own_row, state_tile, lane);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -128,13 +149,13 @@ __global__ void __launch_bounds__(256, 1)
             }
             ptx::named_barrier_sync(1, 128);
             clear_sums(sums);
-#pragma unroll 1
-            for (int step = 0; step <= warp; ++step) {
+#pragma unroll
+            for (int step = 0; step < kDelta / 16; ++step) {
+                if (step > warp) continue;
                 u32 a[4];
                 CTile::left(a, solve_tile, own_row, step, lane);
                 by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
             }
-            ptx::named_barrier_sync(1, 128);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
@@ -142,22 +163,30 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
-                    write_pair<T, VTile>(rest_tile, i, n, lane, lo, hi);
+                    write_pair<T, VTile>(update_tile, i, n, lane, lo, hi);
                     write_pair<T, VTile>(decayed_tile, i, n, lane, lo * after, hi * after);
-                    const float pair[2] = {lo, hi};
-                    if (updates != nullptr && 8 * n + lane % 4 * 2 < v_columns)
-                        store<T, 2>(updates + (at * kDelta + i) * d_v + column0 + 8 * n + lane % 4 * 2, pair);
                 }
             }
-        } else if (writes) {
-            rows_by_columns<T, KTile, VTile, DK / 16>(sums, query_tile, own_row, state_tile, lane);
-            float before[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i = own_row + lane / 4 + 8 * r;
-                before[r] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
+        } else {
+            if (chunk > 0 && count > 1) finish(chunk - 1);
+            if (states != nullptr)
+                store_by<VTile, DK>(helper, states + ((own.chunk + chunk) * heads + head) * d_k * d_v + column0, d_v, state_tile,
+                                    static_cast<int>(d_k), v_columns / 8);
+            if (count > 1) {
+                ptx::named_barrier_sync(2, 128);  // all of them are done with the tiles of the chunk before
+                fetch(chunk + count - 1);
             }
-            scale_rows(sums, before);
+            if (writes) {
+                clear_sums(sums);
+                rows_by_columns<T, KTile, VTile, DK / 16>(sums, query_tile, own_row, state_tile, lane);
+                float before[2];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int i = own_row + lane / 4 + 8 * r;
+                    before[r] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
+                }
+                scale_rows(sums, before);
+            }
         }
         __syncthreads();
         if (keeps) {
@@ -166,17 +195,8 @@ __global__ void __launch_bounds__(256, 1)
             columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
             show_state();
         }
-        if (warp >= 4 && writes) {
-#pragma unroll 1
-            for (int step = 0; step <= warp - 4; ++step) {
-                u32 a[4];
-                CTile::left(a, inner_tile, own_row, step, lane);
-                by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
-            }
-            store_rows<T>(out + static_cast<i64>(chunk) * kDelta * heads * d_v, heads * d_v, sums, 1.0f, own_row, here, v_columns,
-                          lane);
-        }
     }
+    if (helper >= 0 && chunks > 0) finish(chunks - 1);
     if (final == nullptr) return;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)

@@ -9,7 +9,7 @@
 namespace rtk {
 
 template <typename T>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 3)
     gated_delta_rule_step(const T* q, const T* k, const T* v, const float* g, const float* beta, float* state, T* out, i64 heads,
                           i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch,
                           i64 v_head, i64 l2norm, double scale) {
@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(256)
     }
     // Each warp needs all of q and k for k . q and norms.
     float dot = 0.0f, of_k = 0.0f, of_q = 0.0f;
+#pragma unroll 1
     for (int row = lane; row < width; row += kWarp) {
         float x[1], y[1];
         load_keep<T, 1>(k + row, x), load_keep<T, 1>(q + row, y);
@@ -65,15 +66,19 @@ __global__ void __launch_bounds__(256)
     }
     __syncthreads();
     if (!inside) return;
+    float total[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll 2
+    for (int w = 0; w < kWarps; ++w)
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            const float4 four = *reinterpret_cast<const float4*>(&sums[w][which][lane % 8 * 4]);
+            total[which][0] += four.x, total[which][1] += four.y, total[which][2] += four.z, total[which][3] += four.w;
+        }
     float update[4], result[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-        float total[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w)
-            total[0] += sums[w][0][lane % 8 * 4 + c], total[1] += sums[w][1][lane % 8 * 4 + c];
-        update[c] = factor * (values[c] - a * key_norm * total[0]);
-        result[c] = static_cast<float>(scale) * query_norm * (a * total[1] + key_norm * dot * update[c]);
+        update[c] = factor * (values[c] - a * key_norm * total[0][c]);
+        result[c] = static_cast<float>(scale) * query_norm * (a * total[1][c] + key_norm * dot * update[c]);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(512)
     group_rms_norm_gate_fwd(const T* x, const T* gate, const W* weight, T* y, i64 tokens, i64 inner_size, i64 groups,
                             i64 cols, i64 x_outer, i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner,
                             i64 y_outer, i64 y_inner, i64 weight_group, i64 threads_per_row, i64 by_groups,
-                            i64 by_inner, double eps) {
+                            i64 by_inner, i64 form, double eps) {
     constexpr int VEC = 16 / sizeof(T);
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
@@ -52,6 +52,12 @@ __global__ void __launch_bounds__(512)
     for (int c = 0; c < CHUNKS; ++c) {
         float v[VEC];
         unpack<T, VEC>(raw[c], v);
+        if (form & kGateFirst) {
+            float t[VEC];
+            unpack<T, VEC>(gates[c], t);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) v[i] *= gate_slope<T>(t[i], form).value;
+        }
 #pragma unroll
         for (int i = 0; i < VEC; ++i) square += v[i] * v[i];
     }
@@ -67,7 +73,7 @@ __global__ void __launch_bounds__(512)
             unpack_parts<W, VEC>(weights[c], w);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
-                v[i] *= (weight != nullptr ? rstd * w[i] : rstd) * gate_at<T>(t[i]).open;
+                v[i] *= (weight != nullptr ? rstd * w[i] : rstd) * gate_slope<T>(t[i], form).value;
             store<T, VEC>(y + c * pitch, v);
         }
     }

@@ -1,7 +1,7 @@
 // RMS normalisation of each group of channels, times a sigmoid gate:
 //     y = n * w * s,  n = x * rstd,  rstd = 1/sqrt(mean over the group of x^2 + eps),  s = sigmoid(gate),
-// w the weight of the channel (null: ones). Kernels for any length of a group (`_long`) also take x * sigmoid(x) as s, and
-// s before the norm. Arithmetic is fp32, rounded once at each store.
+// w the weight of the channel (null: ones). All kernels but the gradients of rows in registers also take gate *
+// sigmoid(gate) as s, and s before the norm. Arithmetic is fp32, rounded once at each store.
 //
 // A token has `groups` groups of `cols` channels. A row is one group of one token; a group of threads (RowGroup) works
 // on a row. Tokens are indexed in two levels, token = o * inner_size + i, and every tensor has a token stride for each:

@@ -15,8 +15,10 @@ WIDTHS = (2, 3, 4)  # taps
 _ROWS = 16 * 8  # of a block
 _THREADS = 256
 
+_VECTOR = 4  # channels of a thread: more take registers that loads in flight need
+
 _FLAGS = "weight_fp32:i64 bias_fp32:i64 silu:i64"
-_VECTORS = [(t, w, n) for t, vector in WIDTH.items() for w in WIDTHS for n in (1, vector)]
+_VECTORS = [(t, w, n) for t in WIDTH for w in WIDTHS for n in (1, _VECTOR)]
 FWD = Kernel(
     "attention/causal_conv1d.cu", "causal_conv1d_fwd", template="T W N", max_registers=168,
     args="x:ptr weight:ptr bias:ptr initial:ptr cu:ptr y:ptr sequences:i64 length:i64 channels:i64 x_batch:i64 "
@@ -56,7 +58,8 @@ def _strides(x: Meta, packed: bool) -> tuple[int, int]:
 def _vector(x: Meta, others: tuple[Meta, ...], packed: bool) -> int:
     distances = [step * t.dtype.itemsize for t in (x, *others) for step in _strides(t, packed)]
     size = x.dtype.itemsize
-    return 16 // size if vector_bytes(misaligned(x, *others), x.shape[-1] * size, *distances) == 16 else 1
+    wanted = _VECTOR * size
+    return _VECTOR if vector_bytes(misaligned(x, *others), x.shape[-1] * size, *distances) >= wanted else 1
 
 
 def _counts(x: Meta, cu: Meta | None) -> tuple[int, int, int]:

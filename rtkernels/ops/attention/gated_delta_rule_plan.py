@@ -21,6 +21,8 @@ MAX_KEY_WIDTH, MAX_VALUE_WIDTH = _WIDTHS[-1], 256
 # As in gated_delta_rule.cuh.
 _CHUNK = 64
 _ROW_KINDS = 4
+_MAX_STAGES = 3
+_STATIC_SHARED, _GRADS_STATIC = 1024, 5120  # at most, of kernels
 _MATRIX = 2 * _CHUNK * _CHUNK  # bytes of T or P
 
 _TYPES = [(t, d) for t in _TOKENS for d in _WIDTHS]
@@ -35,19 +37,19 @@ CHUNK = Kernel(
 SCAN = Kernel(
     "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT", max_registers=255,
     args="q:ptr k:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr updates:ptr "
-    f"{_SIZES} {stride_arguments('q k v')} scale:f64",
+    f"{_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 REVERSE = Kernel(
     "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT", max_registers=255,
     args="q:ptr k:ptr dout:ptr solve:ptr inner:ptr rows:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr dstates:ptr "
-    f"drest:ptr {_SIZES} {stride_arguments('q k dout')} scale:f64",
+    f"drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
     "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255,
     args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
-    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} l2norm:i64 scale:f64",
+    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} l2norm:i64 stages:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
@@ -99,11 +101,6 @@ class Call(NamedTuple):
         """The argument of kernels."""
         return "cu_seqlens" if self.packed else 0
 
-    def columns(self, device: int) -> int:
-        """Return how many columns of v a block of a scan has: fewer if that fills the device."""
-        blocks = self.sequences * self.heads * -(-self.d_v // _COLUMNS[0])
-        return _COLUMNS[int(blocks > device_info(device).sm_count)]
-
 
 def _flat(*metas: Meta) -> tuple[int, ...]:
     return tuple(number for meta in metas for number in strides(meta)[:3])
@@ -111,8 +108,8 @@ def _flat(*metas: Meta) -> tuple[int, ...]:
 
 def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step], dict[str, Memory]]:
     """Return the launch that prepares all chunks, and its results as scratch."""
-    shared = 2 * _CHUNK * tile_pitch(call.width) + 2 * 4 * _CHUNK * 68
-    launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 128, shared)
+    shared = max(2 * _CHUNK * tile_pitch(call.width), 2 * 4 * _CHUNK * 68)
+    launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     step = Step(
         launch, *("q", "k", "g", "beta", call.cu, "solve", "inner", "rows", call.sequences, call.length, call.heads),
         *(call.key_heads, call.d_k, *_flat(q, k), int(call.l2norm), call.scale),
@@ -122,45 +119,64 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
     return [step], {"solve": matrices, "inner": matrices, "rows": rows}
 
 
-def _scan_shared(call: Call, columns: int) -> int:
-    values, keys = _CHUNK * tile_pitch(columns), _CHUNK * tile_pitch(call.width)
-    stage = 2 * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * _CHUNK
-    return 2 * stage + call.width * tile_pitch(columns) + 2 * values
+class _Shape(NamedTuple):
+    """How a scan is launched."""
+
+    columns: int  # of v that a block has
+    stages: int
+    shared: int
+
+    @classmethod
+    def of(cls, call: Call, tiles: int, device: int) -> _Shape:
+        """Return the launch of a scan with `tiles` tiles of 64 rows beside its state and its stages."""
+        blocks = call.sequences * call.heads * -(-call.d_v // _COLUMNS[0])
+        limit = device_info(device).shared_per_block - _STATIC_SHARED
+        for columns in _COLUMNS[int(blocks > device_info(device).sm_count) :: -1]:
+            values, keys = _CHUNK * tile_pitch(columns), _CHUNK * tile_pitch(call.width)
+            stage = 2 * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * _CHUNK
+            others = call.width * tile_pitch(columns) + tiles * values
+            stages = min((limit - others) // stage, _MAX_STAGES)
+            if stages > 0:
+                break
+        return cls(columns, stages, stages * stage + others)
 
 
 def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
     """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
-    columns = call.columns(device)
-    grid = (-(-call.d_v // columns), call.heads, call.sequences)
-    launch = SCAN.bind((call.token, call.width, columns), device, grid, 256, _scan_shared(call, columns))
+    shape = _Shape.of(call, 4, device)
+    grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
+    launch = SCAN.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
     given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
     return Step(
         launch, *("q", "k", "v", "solve", "inner", "rows", given["initial"], given["final"], call.cu, given["out"]),
         *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*_flat(q, k, v), call.scale),
+        *(*_flat(q, k, v), shape.stages, call.scale),
     )  # fmt: skip
 
 
 def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitial: str | int, device: int) -> Step:
     """Return the launch of gradients from chunk to chunk."""
-    columns = call.columns(device)
-    grid = (-(-call.d_v // columns), call.heads, call.sequences)
-    launch = REVERSE.bind((call.token, call.width, columns), device, grid, 256, _scan_shared(call, columns))
+    shape = _Shape.of(call, 5, device)
+    grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
+    launch = REVERSE.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
     return Step(
         launch, *("q", "k", "dout", "solve", "inner", "rows", dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
-        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *_flat(q, k, dout), call.scale),
+        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *_flat(q, k, dout), shape.stages, call.scale),
     )  # fmt: skip
 
 
 def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
     """Return the launch of gradients inside chunks."""
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
-    shared = 2 * keys + 5 * values + 2 * call.width * tile_pitch(64)
+    stage = 3 * values + 2 * call.width * tile_pitch(64)
+    fits = 2 * (keys + stage) + _GRADS_STATIC <= device_info(device).shared_per_block
+    stages = min(2 if fits else 1, _MAX_STAGES)
+    shared = 2 * keys + stages * stage
     launch = GRADS.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     return Step(
         launch, *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
         *("dbeta", call.sequences, call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*_flat(q, k, v, dout), int(call.l2norm), call.scale),
+        *(*_flat(q, k, v, dout), int(call.l2norm), stages, call.scale),
     )  # fmt: skip
 
 

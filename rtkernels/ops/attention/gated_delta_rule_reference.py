@@ -19,37 +19,91 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out (without the scale) and the state behind a chunk [heads, length, width]."""
-    length = q.shape[1]
-    c = g.cumsum(-1)
-    lower = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    # Masked before exp, so that no gradient is 0 * inf.
-    decays = torch.exp((c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~lower, -torch.inf))
-    before, after = torch.exp(c).unsqueeze(-1), torch.exp(c[:, -1:] - c).unsqueeze(-1)
-    unit = torch.eye(length, dtype=q.dtype, device=q.device)
-    solved = unit + (beta.unsqueeze(-1) * (k @ k.mT) * decays).tril(-1)
-    rest = beta.unsqueeze(-1) * (v - before * (k @ state))
-    update = torch.linalg.solve_triangular(solved, rest, upper=False, unitriangular=True)
-    out = before * (q @ state) + (q @ k.mT * decays) @ update
-    return out, torch.exp(c[:, -1]).view(-1, 1, 1) * state + (after * k).mT @ update
+class _Chunk:
+    """One chunk [heads, length, width] behind a state; names as in gated_delta_rule.cuh."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+        self.q, self.k, self.v, self.beta, self.state, length = q, k, v, beta.unsqueeze(-1), state, q.shape[1]
+        c = g.cumsum(-1)
+        lower = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        self.decays = torch.exp((c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~lower, -torch.inf))
+        self.before, self.after = torch.exp(c).unsqueeze(-1), torch.exp(c[:, -1:] - c).unsqueeze(-1)
+        self.whole = torch.exp(c[:, -1]).view(-1, 1, 1)
+        self.keys = (k @ k.mT * self.decays).tril(-1)
+        self.solved = torch.eye(length, dtype=q.dtype, device=q.device) + self.beta * self.keys
+        self.rest = v - self.before * (k @ state)
+        self.update = torch.linalg.solve_triangular(self.solved, self.beta * self.rest, upper=False, unitriangular=True)
+        self.inner = q @ k.mT * self.decays
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return out (without the scale) and the state behind the chunk."""
+        out = self.before * (self.q @ self.state) + self.inner @ self.update
+        return out, self.whole * self.state + (self.after * self.k).mT @ self.update
+
+    def gradients(self, dout: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, g, beta and the state. `dout`: of out, `dstate`: of the state behind."""
+        q, k, beta, before, after = self.q, self.k, self.beta, self.before, self.after
+        dupdate = self.inner.mT @ dout + after * (k @ dstate)
+        drest = torch.linalg.solve_triangular(self.solved.mT, dupdate, upper=True, unitriangular=True)
+        dmatrix, dinner = -(drest @ self.update.mT).tril(-1), (dout @ self.update.mT).tril()
+        slope, x = beta * dmatrix * self.decays, dinner * self.decays
+        by_state, by_query = drest @ self.state.mT, dout @ self.state.mT
+        later = after * (self.update @ dstate.mT)
+        dq = x @ k + before * by_query
+        dk = (slope + slope.mT) @ k + x.mT @ q - beta * before * by_state + later
+        dbeta = (drest * self.rest).sum(-1) + (dmatrix * self.keys).sum(-1)
+        weights, s = dmatrix * beta * self.keys + dinner * self.inner, (k * later).sum(-1)
+        dc = weights.sum(-1) - weights.sum(-2) - s
+        dc = dc - (beta * before * k * by_state).sum(-1) + (before * q * by_query).sum(-1)
+        dc[:, -1] += s.sum(-1) + (self.whole * self.state * dstate).sum((-2, -1))
+        dg = dc.flip(-1).cumsum(-1).flip(-1)
+        before_chunk = self.whole * dstate + (before * q).mT @ dout - (beta * before * k).mT @ drest
+        return dq, dk, beta * drest, dg, dbeta, before_chunk
 
 
-def _one(q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
-    """Return out and the final state of one sequence [length, heads, width]."""
+def _chunks(q, k, v, g, beta, state: Tensor, l2norm: bool) -> Iterator[_Chunk]:
+    """Yield the chunks of one sequence [length, heads, width]."""
     dtype, each = _sums(q), v.shape[1] // max(q.shape[1], 1)
     q, k, v = (t.to(dtype).transpose(0, 1) for t in (q, k, v))
     if l2norm:
         q, k = normalized(q), normalized(k)
     q, k = (t.repeat_interleave(each, 0) for t in (q, k))
     g, beta = g.to(dtype).t().clamp(min=-104.0), beta.to(dtype).t()
-    parts = []
     for begin in range(0, q.shape[1], _CHUNK):
         rows = slice(begin, begin + _CHUNK)
-        part, state = _chunk(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+        chunk = _Chunk(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+        state = chunk.results()[1]
+        yield chunk
+
+
+def _one(q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
+    """Return out and the final state of one sequence [length, heads, width]."""
+    parts = []
+    for chunk in _chunks(q, k, v, g, beta, state, l2norm):
+        part, state = chunk.results()
         parts.append(part)
-    out = torch.cat(parts, 1) if parts else v.new_zeros(v.shape)
-    return scale * out.transpose(0, 1), state
+    out = torch.cat(parts, 1).transpose(0, 1) if parts else v.new_zeros(v.shape, dtype=_sums(v))
+    return scale * out, state
+
+
+def _norm_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """Return the gradient of x from that of ``normalized(x)``."""
+    factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    y = factor * x
+    return factor * (dy - y * (y * dy).sum(-1, keepdim=True))
+
+
+def _one_backward(dout, dstate: Tensor, q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool) -> list[Tensor]:
+    """Return the gradients of q, k, v, g, beta and the state of one sequence."""
+    dout, found = (scale * dout.to(_sums(q))).transpose(0, 1), []
+    for number, chunk in reversed(list(enumerate(_chunks(q, k, v, g, beta, state, l2norm)))):
+        *grads, dstate = chunk.gradients(dout[:, number * _CHUNK : (number + 1) * _CHUNK], dstate)
+        found.insert(0, grads)
+    dq, dk, dv, dg, dbeta = (torch.cat(parts, 1).transpose(0, 1) for parts in zip(*found, strict=True))
+    dq, dk = (t.unflatten(1, (q.shape[1], -1)).sum(2) for t in (dq, dk))
+    if l2norm:
+        dq, dk = _norm_gradient(q.to(dq.dtype), dq), _norm_gradient(k.to(dk.dtype), dk)
+    return [dq, dk, dv, dg, dbeta, dstate]
 
 
 def _sequences(q: Tensor, cu: Tensor | None) -> Iterator[tuple[int, int | slice]]:
@@ -95,12 +149,9 @@ def backward(
         if not q[rows].shape[0]:
             dstate[b] = 0.0 if dfinal_state is None else dfinal_state[b]
             continue
-        with torch.enable_grad():
-            leaves = [t[rows].detach().to(_sums(q)).requires_grad_() for t in inputs]
-            state = _initial(q, v, initial_state, b).detach().requires_grad_()
-            out, final = _one(*leaves, state, scale, l2norm)
-            outer = torch.zeros_like(final) if dfinal_state is None else dfinal_state[b].to(final.dtype)
-            parts = torch.autograd.grad((out, final), (*leaves, state), (dout[rows].to(out.dtype), outer))
+        state = _initial(q, v, initial_state, b)
+        outer = torch.zeros_like(state) if dfinal_state is None else dfinal_state[b].to(state.dtype)
+        parts = _one_backward(dout[rows], outer, *(t[rows] for t in inputs), state, scale, l2norm)
         for grad, part in zip(grads, parts[:5], strict=True):
             grad[rows] = part.to(grad.dtype)
         dstate[b] = parts[5]

@@ -50,7 +50,7 @@ _COUNTS = "tokens:i64 inner_size:i64 groups:i64 cols:i64"
 _BWD_INPUTS = "dy_outer:i64 dy_inner:i64 x_outer:i64 x_inner:i64 x_group:i64 gate_outer:i64 gate_inner:i64"
 _FWD = Kernel(
     _UNIT, "group_rms_norm_gate_fwd", template="T W CHUNKS", max_registers=64,
-    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 eps:f64",
+    args=f"x:ptr gate:ptr weight:ptr y:ptr {_FWD_STRIDES} by_groups:i64 by_inner:i64 form:i64 eps:f64",
     variants=[(t, w, _CHUNKS) for t, w in WEIGHTED_TYPES],
 )  # fmt: skip
 _FWD_LONG = Kernel(
@@ -239,7 +239,7 @@ class Tensors:
 
 
 def _form(act: str, gate_first: bool) -> int:
-    """Return the argument of the long kernels; the others know only 0."""
+    """Return the argument of kernels; gradients of rows in registers know only 0."""
     return _ACTS.index(act) + 2 * gate_first
 
 
@@ -250,10 +250,10 @@ def plan_fwd(
     form = _form(act, gate_first)
     s, converted = Tensors.after_copies(x, gate, weight, None, groups, layout)
     numbers = s.tokens, s.inner, groups, s.cols, *s.x, *s.gate, *s.out, s.weight_group
-    if threads := 0 if form else s.threads():
+    if threads := s.threads():
         block = block_of(threads)
         launch = _FWD.bind((s.t, s.w, _CHUNKS), device, -(-s.tokens * groups // (block // threads)), block)
-        numbers += threads, divisor(groups), divisor(s.inner)
+        numbers += threads, divisor(groups), divisor(s.inner), form
     else:
         grid, block, threads = s.long_geometry()
         launch, numbers = _FWD_LONG.bind((s.t,), device, grid, block), (*numbers, threads, *s.long_flags(), form)

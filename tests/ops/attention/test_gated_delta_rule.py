@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from support.ways import assert_equal_bits
 from torch import Tensor
 
 from rtkernels import gated_delta_rule, gated_delta_rule_step
+from rtkernels.ops.attention import gated_delta_rule_plan
+from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
@@ -103,6 +106,15 @@ def test_packed_sequences(place: str) -> None:
     check(inputs(80, 1, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
 
 
+@at("sm_80", "cuda")
+@pytest.mark.parametrize("stages", (1, 2))
+def test_less_shared_memory(stages: int, place: str) -> None:
+    with mock.patch.object(gated_delta_rule_plan, "_MAX_STAGES", stages):
+        Plans.forget_all()
+        check(inputs(70, 1, 1, 16, 16, 2, BF16), [0, 1, 70], place)
+    Plans.forget_all()
+
+
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize("decay", (0.0, 1e-6, 20.0))
 def test_decays(decay: float, place: str) -> None:
@@ -115,8 +127,9 @@ def test_equal_keys(beta: float, place: str) -> None:
     """M has entries of beta everywhere; products of it grow, the inverse does not."""
     q, k, v, g, _, state = inputs(70, 1, 1, 16, 16, 1, BF16, 0.01)
     tensors = [q, k[:1].expand_as(k).contiguous(), v, g, torch.full_like(g, beta), state]
-    # With beta 2 each token reflects the state: T has entries of 2 that alternate, and roundings add up.
-    check(tensors, None, place, tolerance=2.0**-4 if beta == 2.0 else 2.0**-6)
+    # With beta 2 each token reflects the state: T has entries of 2 with alternating signs, and roundings of all rows of
+    # a chunk to bf16 add up.
+    check(tensors, None, place, tolerance=2.0**-3 if beta == 2.0 else 2.0**-6)
 
 
 @at("cpu", "sm_80", "cuda")
