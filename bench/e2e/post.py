@@ -86,7 +86,7 @@ def loss_function(step: str, model: Any, reference: Any, prompt: int) -> Callabl
         own = log_probs(model, ids, labels)
         if step == "grpo":
             advantages = torch.linspace(-1, 1, ids.shape[0], device=ids.device)
-            return losses.grpo(own, advantages, old=own.detach(), mask=mask, num_items=ids.shape[0] * (ids.shape[1] - prompt))
+            return losses.grpo(own, advantages, old=own.detach(), mask=mask)
         with torch.no_grad():
             ref = log_probs(reference, ids, labels)
         (w, l), (ref_w, ref_l), (m, n) = own.chunk(2), ref.chunk(2), mask.chunk(2)  # noqa: E741
