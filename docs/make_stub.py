@@ -77,8 +77,7 @@ RESULTS: dict[str, list[Case]] = {
     "cross_entropy": _two("return_lse", "return_accuracy"),
     "linear_cross_entropy": _two("return_lse", "return_accuracy"),
     "linear_logprob": [
-        (dict.fromkeys(_STATISTICS, ABSENT), "Tensor"),
-        *(({name: "Literal[True]"}, "tuple[Tensor, ...]") for name in _STATISTICS),
+        *(({**dict.fromkeys(_STATISTICS, ABSENT), **case}, result) for case, result in _two(*_STATISTICS[:2])),
         ({}, "Tensor | tuple[Tensor, ...]"),
     ],
     "quantize_fp8": [

@@ -45,6 +45,7 @@ from rtkernels.ops.index.row_moves import scatter_add as scatter_add
 from rtkernels.ops.layout.patchify import repeat_heads as repeat_heads
 from rtkernels.ops.layout.transpose import transpose_experts as transpose_experts
 from rtkernels.ops.loss.cross_entropy import check_labels as check_labels
+from rtkernels.ops.loss.linear_divergence import linear_divergence as linear_divergence
 from rtkernels.ops.moe.moe_index import moe_index as moe_index
 from rtkernels.ops.moe.moe_index import moe_row_id_map as moe_row_id_map
 from rtkernels.ops.moe.moe_index import moe_rows as moe_rows
@@ -625,47 +626,29 @@ def linear_logprob(
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
     float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[True],
-    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1: bool =
-    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
-    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
-    tuple[Tensor | None, ...] | None = None
-) -> tuple[Tensor, ...]: ...
+    return_lse: Literal[False] = False, return_log_sum_sq: Literal[False] = False, return_mean_logit: Literal[False] =
+    False, return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats', 'logits',
+    'projected'] = 'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None,
+    vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
-    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
-    return_lse: Literal[True], return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1: bool =
-    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
-    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
-    tuple[Tensor | None, ...] | None = None
-) -> tuple[Tensor, ...]: ...
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[False] =
+    False, return_lse: Literal[True], return_log_sum_sq: Literal[False] = False, return_mean_logit: Literal[False] =
+    False, return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats', 'logits',
+    'projected'] = 'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None,
+    vocab_size: int | None = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
-    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
-    return_lse: bool = False, return_log_sum_sq: Literal[True], return_mean_logit: bool = False, return_top1: bool =
-    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
-    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
-    tuple[Tensor | None, ...] | None = None
-) -> tuple[Tensor, ...]: ...
-@overload
-def linear_logprob(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
-    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
-    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: Literal[True], return_top1: bool =
-    False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes: int | None
-    = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
-    tuple[Tensor | None, ...] | None = None
-) -> tuple[Tensor, ...]: ...
-@overload
-def linear_logprob(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:
-    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: bool = False,
-    return_lse: bool = False, return_log_sum_sq: bool = False, return_mean_logit: bool = False, return_top1:
-    Literal[True], fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] = 'stats', chunk_bytes:
-    int | None = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
-    tuple[Tensor | None, ...] | None = None
-) -> tuple[Tensor, ...]: ...
+    float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0, return_entropy: Literal[True],
+    return_lse: Literal[True], return_log_sum_sq: Literal[False] = False, return_mean_logit: Literal[False] = False,
+    return_top1: Literal[False] = False, fp32_logits: bool = False, save: Literal['stats', 'logits', 'projected'] =
+    'stats', chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None
+    = None, out: Tensor | tuple[Tensor | None, ...] | None = None
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100, logit_scale:

@@ -33,6 +33,7 @@ OPS = {
     "kl_div": "ops.loss.divergence",
     "linear_cross_entropy": "ops.loss.linear_cross_entropy",
     "linear_logprob": "ops.loss.linear_logprob",
+    "linear_divergence": "ops.loss.linear_divergence",
     "column_absmax": "ops.quant.column_absmax",
     "dequantize_fp8": "ops.quant.quantize_fp8",
     "dequantize_mxfp4": "ops.quant.nvfp4",

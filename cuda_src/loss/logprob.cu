@@ -30,28 +30,27 @@ __global__ void __launch_bounds__(512, 2)
 
     const Ids all{ids, ids_int64 != 0, k, ignore_index, vocabulary};
     const Score<T> score(softcap, scale, temperature_of(temperatures, temperature, exists ? row : 0));
-    float some = 0.0f;
-    for (i64 j = group.thread; exists && j < k; j += threads) {
-        const i64 id = all.load(row * k + j), local = id - first;
-        const bool ignored = id == ignore_index;
-        if (!ignored) some = 1.0f;
-        if (begins && !ignored && !all.inside(id)) report[1] = id, report[2] = row * k + j, report[0] = 2;
-        float* target = targets + j * rows + row;
-        if (!ignored && local >= 0 && local < cols) {
-            *target = score.at(source, static_cast<int>(local));
-        } else if (begins) {
-            *target = -kInfinity;
-        }
+    bool counts = false;
+    if (k == 1) {
+        counts = exists && all.load(row) != ignore_index;
+    } else {
+        float some = 0.0f;
+        for (i64 j = group.thread; exists && j < k; j += threads)
+            if (all.load(row * k + j) != ignore_index) some = 1.0f;
+        counts = group_reduce<Max, false>(some, group, of_ids, 0) > 0.0f;
     }
-    const bool counts = group_reduce<Max, false>(some, group, of_ids, 0) > 0.0f;
     if (!counts) remaining = 0;
     const bool totals = (wanted & kWantsTotal) != 0;
+    const bool batches = kFast && !score.cap.active() && score.factor > 0.0f;
     RowParts<ENTROPY, SQUARES> found;
 #pragma unroll 1
     while (remaining > 0) {
+        if (batches) {
+            if constexpr (kFast) found.add_batch(raw, score, remaining, threads, totals);
+        } else {
 #pragma unroll
-        for (int c = 0; c < BATCH; ++c) {
-            if (c * threads < remaining) {
+            for (int c = 0; c < BATCH; ++c) {
+                if (c * threads >= remaining) break;
                 float z[VEC];
                 unpack<T, VEC>(raw[c], z);
 #pragma unroll
@@ -66,6 +65,17 @@ __global__ void __launch_bounds__(512, 2)
     if (counts && edge >= 0) {
         const float z[1] = {score.at(source, edge)};
         found.template add<kFast>(z, totals);
+    }
+    for (i64 j = group.thread; exists && j < k; j += threads) {
+        const i64 id = all.load(row * k + j), local = id - first;
+        const bool ignored = id == ignore_index;
+        if (begins && !ignored && !all.inside(id)) report[1] = id, report[2] = row * k + j, report[0] = 2;
+        float* target = targets + j * rows + row;
+        if (!ignored && local >= 0 && local < cols) {
+            *target = score.at(source, static_cast<int>(local));
+        } else if (begins) {
+            *target = -kInfinity;
+        }
     }
     found.combine(group, scratch, totals);
     float before = -kInfinity;

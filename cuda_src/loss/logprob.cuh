@@ -68,6 +68,7 @@ struct Fall {
 template <bool ENTROPY, bool SQUARES>
 struct RowParts {
     float top = -kInfinity, sum = 0.0f, shifted = 0.0f, squares = 0.0f, total = 0.0f;
+    float anchor = 0.0f;  // of add_batch: the logit whose score is the top
 
     // Makes all relative to another top, which is not below this one.
     template <bool kFast>
@@ -102,6 +103,43 @@ struct RowParts {
             for (int i = 0; i < N; ++i) part += z[i];
             total += part;
         }
+    }
+    // Several vectors of 16-bit logits together, whose scores are x * score.factor, a positive one: one maximum and one
+    // new top for all, and exponents relative to it in base 2 by one multiplication (Base in logits.cuh). Vectors that
+    // do not exist are cleared; a score of -inf adds e = 0.
+    template <typename T, int B>
+    RTK_DEVICE void add_batch(Raw<16> (&raw)[B], const Score<T>& score, int left, int threads, bool totals) {
+        constexpr int VEC = 16 / sizeof(T);
+        if (totals) {
+            float part = 0.0f;
+            add_total<T, B>(raw, left, threads, part);
+            total = fmaf(part, score.factor, total);
+        }
+#pragma unroll
+        for (int c = 0; c < B; ++c) ptx::forget(raw[c]);
+        const float peak = peak_of<T, B>(raw), to = peak * score.factor;
+        if (to > top) rebase<true>(to), anchor = peak;
+        const float slope = score.factor * 1.4426950408889634f, base = anchor * slope;
+        const float rest = fmaf(-anchor, slope, base), correction = ptx::ex2(rest);  // of the rounding of base
+        float parts[3] = {0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int c = 0; c < B; ++c) {
+            float x[VEC];
+            unpack<T, VEC>(raw[c], x);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                const float away = fmaf(x[i], slope, -base), e = ptx::ex2(away);
+                parts[0] += e;
+                if constexpr (ENTROPY) parts[1] = fmaf(e, fmaxf(away, -1000.0f), parts[1]);
+                if constexpr (SQUARES) parts[2] = fmaf(e, e, parts[2]);
+            }
+        }
+        sum = fmaf(parts[0], correction, sum);
+        if constexpr (ENTROPY) {
+            const float shift = fmaf(rest, parts[0], parts[1]) * correction;
+            shifted = fmaf(shift, 0.6931471805599453f, shifted);
+        }
+        if constexpr (SQUARES) squares = fmaf(parts[2], correction * correction, squares);
     }
     RTK_DEVICE void combine(const RowGroup& group, GroupScratch<1> (&scratch)[3], bool totals) {
         rebase<false>(group_reduce<Max, false>(top, group, scratch[0], 0));

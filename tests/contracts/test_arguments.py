@@ -300,6 +300,9 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": lambda **n: rtkernels.linear_cross_entropy(
         torch.ones(4, 8), torch.ones(8, 8), _labels(), **n
     ),
+    "linear_divergence": lambda **n: rtkernels.linear_divergence(
+        torch.ones(4, 8), torch.ones(8, 8), torch.ones(4, 8), torch.ones(8, 8), labels=_labels(), **n
+    ),
     "linear_logprob": lambda **n: rtkernels.linear_logprob(torch.ones(4, 8), torch.ones(8, 8), _labels(), **n),
     "load_balancing_loss": lambda **n: rtkernels.load_balancing_loss(
         torch.ones(4, 8), counts=torch.ones(8, dtype=torch.int32), **{"k": 2, **n}

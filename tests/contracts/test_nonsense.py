@@ -68,6 +68,10 @@ RIGHT: dict[str, dict[str, Any]] = {
     "rope": {"x": _f(2, 3, 4, 8), "cos": _f(3, 4), "sin": _f(3, 4)},
     "cross_entropy": {"logits": _f(4, 8), "labels": _i(0, 1, 2, 3)},
     "linear_cross_entropy": {"hidden": _f(4, 8), "weight": _f(10, 8), "labels": _i(0, 1, 2, 3)},
+    "linear_divergence": {
+        "student_hidden": _f(4, 8), "student_weight": _f(10, 8), "teacher_hidden": _f(4, 6),
+        "teacher_weight": _f(10, 6),
+    },
     "linear_logprob": {"hidden": _f(4, 8), "weight": _f(10, 8), "ids": _i(0, 1, 2, 3)},
     "kl_div": {"input": _f(4, 8), "target": _f(4, 8)},
     "embedding": {"ids": _i(0, 1), "weight": _f(10, 8)},

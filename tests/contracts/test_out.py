@@ -33,6 +33,7 @@ COPIED = {
     "jsd": "the loss is one of several numbers that a kernel writes together",
     "kl_div": "the loss is one of several numbers that a kernel writes together",
     "linear_cross_entropy": "it is a loop over chunks of rows, with products of torch",
+    "linear_divergence": "it is a loop over slabs of the vocabulary, with products of torch",
     "linear_logprob": "it is a loop over slabs of the vocabulary, with products of torch",
     "merge_attention": "in this call lse is not dense",
     "moe_permute_fp8": "offsets of experts are worked out by torch",

@@ -64,7 +64,9 @@ def _plan_parts(
 ) -> Steps:  # fmt: skip
     rows, cols = logits.shape
     limit = _MANY_THREADS if rows <= 2 * device_info(device).sm_count else _THREADS
-    threads = _group(cols // WIDTH[logits.token], limit, _BATCH)
+    vectors = cols // WIDTH[logits.token]
+    batches = max(1, -(-vectors // (limit * _BATCH)))  # all of about as many vectors
+    threads = _group(vectors, limit, batches * _BATCH)
     variant = (logits.token, bool(wanted & ENTROPY), bool(wanted & SQUARES))
     launch = PARTS.bind(variant, device, *plans.row_grid(rows, threads))
     tensors = "logits", "ids", "temperatures", "parts", "targets", "report"

@@ -1,0 +1,155 @@
+"""Divergence of two heads from hidden states: values and gradients against float64, special values, bad input."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.compare import assert_same_bits, running_on
+from support.places import DTYPES, at
+from torch import Tensor
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+
+linear_divergence = rtkernels.linear_divergence
+
+
+def make(dtype: torch.dtype, device: str, vocabulary: int = 303, rows: tuple[int, ...] = (2, 5)) -> list[Tensor]:
+    """Student and teacher: hidden states and weights; then the student's bias, the teacher's, and labels."""
+    g = torch.Generator().manual_seed(vocabulary)
+    shapes = ((*rows, 16), (vocabulary, 16), (*rows, 24), (vocabulary, 24), (vocabulary,), (vocabulary,))
+    tensors = [(torch.randn(*s, generator=g) * 0.5).to(dtype).to(device) for s in shapes]
+    labels = torch.zeros(rows, dtype=torch.int64)
+    labels.view(-1)[1] = -100
+    return [*tensors, labels.to(device)]
+
+
+def exact(tensors: list[Tensor], beta: float, temperature: float) -> Tensor:
+    """The divergence of each row, in the dtype of the inputs."""
+    student, head, teacher, teacher_head, bias, teacher_bias, labels = tensors
+    log_q = (F.linear(student, head, bias) / temperature).log_softmax(-1)
+    log_p = (F.linear(teacher, teacher_head, teacher_bias) / temperature).log_softmax(-1)
+    q, p = log_q.exp(), log_p.exp()
+    if beta == 0.0:
+        terms = torch.where(p == 0, 0.0, p * (log_p - log_q))
+    elif beta == 1.0:
+        terms = torch.where(q == 0, 0.0, q * (log_q - log_p))
+    else:
+        log_m = (beta * p + (1 - beta) * q).log()
+        terms = beta * torch.where(p == 0, 0.0, p * (log_p - log_m))
+        terms = terms + (1 - beta) * torch.where(q == 0, 0.0, q * (log_q - log_m))
+    return terms.sum(-1).masked_fill(labels == -100, 0.0)
+
+
+def check(tensors: list[Tensor], beta: float, temperature: float, **options: Any) -> None:
+    """Compare result and gradients with fp64, from the same rounded inputs."""
+    *values, labels = tensors
+    needs = (0, 1, 4)
+    leaves = [t.detach().clone().requires_grad_(i in needs) for i, t in enumerate(values)]
+    loss = linear_divergence(
+        *leaves[:4], beta=beta, temperature=temperature, student_bias=leaves[4], teacher_bias=leaves[5], labels=labels,
+        **options,
+    )  # fmt: skip
+    g = torch.linspace(-1.0, 2.0, loss.numel(), device=loss.device).view(loss.shape)
+    loss.backward(g)
+    wide = [t.detach().double().requires_grad_(i in needs) for i, t in enumerate(values)]
+    wanted = exact([*wide, labels], beta, temperature)
+    wanted.backward(g.double())
+    dtype = values[0].dtype
+    assert loss.dtype == torch.float32 and loss.shape == values[0].shape[:-1]
+    assert (loss.double() - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 0.01, torch.float16: 2e-3}[dtype]
+    for i in needs:
+        assert leaves[i].grad.dtype == dtype
+        assert (leaves[i].grad.double() - wide[i].grad).norm() <= tolerance * wide[i].grad.norm()
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@at()
+def test_agrees_with_float64(place: str, dtype: torch.dtype, beta: float) -> None:
+    with running_on(place) as device:
+        tensors = make(dtype, device)
+        check(tensors, beta, 1.0)
+        check(tensors, beta, 2.0, chunk_bytes=1)
+        check(make(dtype, device, 5, (3,)), beta, 0.7)
+
+
+@at("cpu", "sm_90", "cuda")
+def test_special_values(place: str) -> None:
+    """Columns that a distribution gives no probability, equal distributions, and no rows."""
+    with running_on(place) as device:
+        student, head, teacher, teacher_head, bias, _, labels = make(torch.float32, device)
+        for beta in (0.0, 0.5, 1.0):
+            same = linear_divergence(student, head, student, head, beta=beta)
+            assert same.abs().max() < 1e-6
+            empty = linear_divergence(student[:0], head, teacher[:0], teacher_head, beta=beta)
+            assert empty.shape == (0, 5)
+        cut = bias.clone()
+        cut[:100] = -torch.inf
+        for beta, biases in ((0.0, {"teacher_bias": cut}), (1.0, {"student_bias": cut}), (0.5, {"student_bias": cut})):
+            given = [
+                student,
+                head,
+                teacher,
+                teacher_head,
+                biases.get("student_bias"),
+                biases.get("teacher_bias"),
+                labels,
+            ]
+            got = linear_divergence(*given[:4], beta=beta, labels=labels, chunk_bytes=1, **biases)
+            wide = [t if t is None or not t.is_floating_point() else t.double() for t in given]
+            torch.testing.assert_close(got.double(), exact(wide, beta, 1.0), rtol=1e-5, atol=1e-6)
+        assert linear_divergence(student, head, teacher, teacher_head, student_bias=cut).isinf().all()
+
+
+@at("cpu", "sm_90")
+def test_no_rows_have_zero_gradients(place: str) -> None:
+    with running_on(place) as device:
+        student, head, teacher, teacher_head, *_ = make(torch.bfloat16, device)
+        leaf, states = head.clone().requires_grad_(), student[:0].clone().requires_grad_()
+        linear_divergence(states, leaf, teacher[:0], teacher_head).sum().backward()
+        assert not leaf.grad.any() and states.grad.shape == states.shape
+
+
+def test_every_run_gives_the_same_bits_and_compiles() -> None:
+    student, head, teacher, teacher_head, *_, labels = make(torch.float32, "cpu")
+
+    def step(states: Tensor, weight: Tensor) -> Tensor:
+        return linear_divergence(states, weight, teacher, teacher_head, beta=0.5, temperature=2.0, labels=labels)
+
+    runs = []
+    for function in (step, step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = student.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = function(*leaves)
+        loss.sum().backward()
+        runs.append((loss.detach(), *(leaf.grad for leaf in leaves)))
+    for first, second in itertools.product(runs[:1], runs[1:]):
+        for got, one in zip(first, second, strict=True):
+            assert_same_bits(got, one)
+
+
+def test_bad_arguments() -> None:
+    student, head, teacher, teacher_head, bias, _, labels = make(torch.float32, "cpu")
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("student_weight has shape", {"student_weight": head[0]}),
+        ("teacher_hidden has shape", {"teacher_hidden": teacher[..., :3]}),
+        ("teacher_weight has dtype", {"teacher_weight": teacher_head.half()}),
+        ("teacher_weight has rows", {"teacher_weight": teacher_head[:7]}),
+        ("teacher_hidden has rows", {"teacher_hidden": teacher[:1]}),
+        ("student_bias has shape", {"student_bias": bias[:3]}),
+        ("teacher_bias has dtype", {"teacher_bias": bias.half()}),
+        ("labels has dtype", {"labels": labels.float()}), ("labels has shape", {"labels": labels[0]}),
+        ("beta is 2", {"beta": 2.0}), ("temperature is 0", {"temperature": 0.0}),
+        ("chunk_bytes is", {"chunk_bytes": 0}),
+    ]  # fmt: skip
+    given = {
+        "student_hidden": student, "student_weight": head, "teacher_hidden": teacher, "teacher_weight": teacher_head,
+    }  # fmt: skip
+    for message, wrong in cases:
+        with pytest.raises(ArgumentError, match=message):
+            linear_divergence(**(given | wrong))

@@ -1,0 +1,78 @@
+"""Log-probabilities over a vocabulary that is split between processes: the numbers of one process, gradients too."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.processes import spawn
+from torch import Tensor
+
+import rtkernels
+from rtkernels.errors import ArgumentError
+
+ALL = {f"return_{name}": True for name in ("entropy", "lse", "log_sum_sq", "mean_logit", "top1")}
+SOME = {"return_entropy": True, "return_lse": True}
+CASES: tuple[dict[str, Any], ...] = (
+    ALL,
+    {**ALL, "softcap": 3.0, "temperature": 1.3, "save": "logits"},
+    {**SOME, "save": "projected", "chunk_bytes": 1},
+    {**ALL, "fp32_logits": True, "chunk_bytes": 1},
+)
+
+
+def _inputs(k: int) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(5)
+    hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((2, 4, 8), (400, 8), (400,)))
+    weight[3] = weight[300] = 3 * hidden[0, 0]  # equal logits in two parts, the largest of a row
+    bias[3] = bias[300] = 0.0
+    ids = torch.randint(0, 400, (2, 4, k) if k else (2, 4), generator=g)
+    ids[0, 0], ids[0, 3] = 300, -100
+    return hidden, weight, bias, ids
+
+
+def _run(k: int, first: int, last: int, more: dict[str, Any]) -> list[Tensor]:
+    hidden, weight, bias, ids = _inputs(k)
+    frozen = more.get("save") == "projected"
+    states = hidden.requires_grad_()
+    head, added = (t[first:last].clone().requires_grad_(not frozen) for t in (weight, bias))
+    found = rtkernels.linear_logprob(states, head, ids, bias=added, **more)
+    count = 3 if frozen else 5
+    torch.autograd.backward(found[:count], [torch.linspace(0.5, 1.5, t.numel()).view(t.shape) for t in found[:count]])
+    return [*(t.detach() for t in found), states.grad, *([] if frozen else [head.grad, added.grad])]
+
+
+def _worker(rank: int, world: int, path: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
+    group, results = torch.distributed.group.WORLD, []
+    for bounds in ((0, 200, 400), (0, 270, 400)):
+        first, last = bounds[rank], bounds[rank + 1]
+        extra = {"group": group} | ({} if bounds[1] == 200 else {"vocab_start": first, "vocab_size": 400})
+        results += [(first, last, _run(k, first, last, case | extra)) for k in (0, 3) for case in CASES]
+    try:
+        hidden, weight, _, ids = _inputs(0)
+        rtkernels.linear_logprob(hidden, weight, ids, group=group, vocab_start=1, vocab_size=400)
+    except ArgumentError as error:
+        results.append(str(error))
+    torch.save(results, f"{path}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_split_vocabulary(tmp_path: Path) -> None:
+    spawn(_worker, 2, tmp_path)
+    for rank in range(2):
+        *results, message = torch.load(tmp_path / f"{rank}.pt")
+        assert "vocab_start is 1" in message
+        cases = [(k, case) for _ in range(2) for k in (0, 3) for case in CASES]
+        for (k, case), (first, last, found) in zip(cases, results, strict=True):
+            wanted = _run(k, 0, 400, case)
+            if case.get("save") != "projected":
+                wanted[-2:] = [t[first:last] for t in wanted[-2:]]
+            assert len(found) == len(wanted)
+            for got, one in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, one, rtol=2e-5, atol=2e-6)
