@@ -2,7 +2,8 @@
 
 ``python -m bench e2e post --step sft|dpo|grpo --arms trl,trl_liger,ours,ours_fused`` needs TRL 1.15 or newer. The calls
 are those of TRL's trainers: ``model(..., labels=..., fused_lm_head=True)`` of policy and reference, the loss, the
-backward pass and the optimizer's step, without data loading and sampling. All arms have the same weights and batches.
+backward pass and the optimizer's step, without data loading and sampling. All arms have the same weights, batches and
+optimizer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--prompt", type=int, default=512, help="tokens of a sequence without a loss")
     options.add_argument("--steps", type=int, default=10, help="measured ones")
     options.add_argument("--warmup", type=int, default=3, help="steps before them")
+    options.add_argument(
+        "--optimizer", choices=("hf", "ours"), default="hf", help="of all arms: torch's AdamW, or ours"
+    )
     processes.add_options(options)
     return options
 
@@ -86,7 +90,8 @@ def loss_function(step: str, model: Any, reference: Any, prompt: int) -> Callabl
         own = log_probs(model, ids, labels)
         if step == "grpo":
             advantages = torch.linspace(-1, 1, ids.shape[0], device=ids.device)
-            return losses.grpo(own, advantages, old=own.detach(), mask=mask, num_items=ids.shape[0] * (ids.shape[1] - prompt))
+            old = own.detach() - 0.05 * torch.cos(torch.arange(own.shape[1], device=own.device))  # ratios that differ
+            return losses.grpo(own, advantages, old=old, mask=mask)
         with torch.no_grad():
             ref = log_probs(reference, ids, labels)
         (w, l), (ref_w, ref_l), (m, n) = own.chunk(2), ref.chunk(2), mask.chunk(2)  # noqa: E741
@@ -114,7 +119,7 @@ def run_arm(arm: str, args: argparse.Namespace) -> dict[str, Any]:
             reference.requires_grad_(False)
         report = prepare(arm, args.step, model, reference)
     loss_of = loss_function(args.step, model, reference, args.prompt)
-    optimizer = arms.optimizer("ours" if arm.startswith("ours") else "hf", model, LEARNING_RATE)
+    optimizer = arms.optimizer(args.optimizer, model, LEARNING_RATE)
     generator = torch.Generator().manual_seed(0)
     total = args.warmup + args.steps
     batches = [torch.randint(0, args.vocab, (args.sequences, args.seq), generator=generator) for _ in range(total)]
@@ -146,7 +151,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.one:
         return processes.one(lambda: run_arm(args.one, args), args.out)
     passed = sys.argv[1:] if argv is None else argv
-    sizes = {"layers": args.layers, "sequences": args.sequences, "seq": args.seq, "prompt": args.prompt}
+    sizes = {
+        "layers": args.layers,
+        "sequences": args.sequences,
+        "seq": args.seq,
+        "prompt": args.prompt,
+        "optimizer": args.optimizer,
+    }
     result = processes.begun(args.out, args.goes_on, {"kind": "post", "step": args.step, "model": args.model, **sizes})
     arms = [arm for arm in args.arms.split(",") if arm not in result["arms"]]
     for arm, record in processes.records("bench.e2e.post", arms, passed, args.together):

@@ -17,8 +17,8 @@ class RtkernelsCallback(TrainerCallback):
     report is logged by nobody: read ``callback.report``.
 
     Args:
-        **options: Options of :func:`rtkernels.models.patch`. For TRL trainers that compute their own loss from logits,
-            pass ``loss=False``.
+        **options: Options of :func:`rtkernels.models.patch`. TRL's trainers have a head of their own: call
+            :func:`rtkernels.models.use_fused_head` for them when they have been built.
 
     Raises:
         RtkError: In a trainer with ``use_liger_kernel=True``, which replaces the same modules; or as ``patch`` raises.

@@ -28,7 +28,7 @@ def topk_distillation(
     """Return the divergence between student and teacher over K tokens that the teacher named at each position.
 
     The student's log-probabilities are those of ``rtkernels.linear_logprob(hidden, weight, ids)`` with the ids
-    ``[..., K]`` of the teacher. For teachers whose logits are at hand, see :func:`rtkernels.jsd`.
+    ``[..., K]`` of the teacher. For teachers with logits, see :func:`rtkernels.jsd`.
 
     Args:
         student: Log-probabilities of K tokens ``[..., K]``.

@@ -16,7 +16,9 @@ from pathlib import Path
 
 RECORD = Path(__file__).with_name("contract.json")
 
-# By package: a file, and a name in it. A dotted name is that of a method, or of an attribute that a class assigns.
+# By package: a file, and a name in it. A dotted name is that of a method, of a function inside of another, or of an
+# attribute that a class assigns. With @ it is more: variables of its surroundings that a function uses, fields of a
+# class, or calls with ``fused_lm_head=`` and of ``add_fused_lm_head`` in a file.
 NAMES = {
     "transformers": (
         "integrations/sdpa_attention.py:sdpa_attention_forward",
@@ -46,6 +48,23 @@ NAMES = {
         "tuners/lora/layer.py:Linear.forward",
         "tuners/tuners_utils.py:BaseTunerLayer._move_adapter_to_device_of_base_layer",
     ),
+    "trl": (
+        "trainer/utils.py:FusedCausalLMOutput",
+        "trainer/utils.py:FusedCausalLMOutput@fields",
+        "trainer/utils.py:add_fused_lm_head",
+        "trainer/utils.py:add_fused_lm_head._fused_forward",
+        "trainer/utils.py:add_fused_lm_head._fused_forward@cells",
+        "trainer/sft_trainer.py:SFTTrainer.compute_loss",
+        "trainer/dpo_trainer.py:DPOTrainer._compute_loss",
+        "trainer/kto_trainer.py:KTOTrainer._compute_loss",
+        "trainer/grpo_trainer.py:GRPOTrainer._get_per_token_logps_and_entropies",
+        "trainer/rloo_trainer.py:RLOOTrainer._get_per_token_logps_and_entropies",
+        "trainer/sft_trainer.py:@fused",
+        "trainer/dpo_trainer.py:@fused",
+        "trainer/kto_trainer.py:@fused",
+        "trainer/grpo_trainer.py:@fused",
+        "trainer/rloo_trainer.py:@fused",
+    ),
 }
 
 
@@ -64,8 +83,36 @@ def signatures(package: str, read: Callable[[str], str]) -> dict[str, str | None
             except (KeyError, FileNotFoundError):
                 trees[path] = None
         tree = trees[path]
-        found[place] = None if tree is None else _about(tree, name)
+        name, _, more = name.partition("@")
+        found[place] = None if tree is None else _MORE[more](tree, name)
     return found
+
+
+def _cells(tree: ast.Module, name: str) -> str | None:
+    """Return the variables of an outer function that an inner one uses."""
+    waiting, wanted = [compile(tree, "source", "exec")], name.rpartition(".")[2]
+    while waiting:
+        code = waiting.pop()
+        if code.co_name == wanted:
+            return ", ".join(sorted(code.co_freevars))
+        waiting += [inner for inner in code.co_consts if isinstance(inner, type(code))]
+    return None
+
+
+def _fields(tree: ast.Module, name: str) -> str | None:
+    """Return the annotated attributes of a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return ", ".join(n.target.id for n in node.body if isinstance(n, ast.AnnAssign))
+    return None
+
+
+def _fused(tree: ast.Module, name: str) -> str | None:
+    """Return that a file adds TRL's fused head and asks for it."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    added = any(isinstance(call.func, ast.Name) and call.func.id == "add_fused_lm_head" for call in calls)
+    asked = any(keyword.arg == "fused_lm_head" for call in calls for keyword in call.keywords)
+    return "added and asked for" if added and asked else None
 
 
 def _about(tree: ast.AST, name: str) -> str | None:
@@ -96,6 +143,9 @@ def _parameters(given: ast.arguments) -> str:
         if arg is not None:
             arg.annotation = None
     return ast.unparse(given)
+
+
+_MORE = {"": _about, "cells": _cells, "fields": _fields, "fused": _fused}
 
 
 def of_installed(package: str) -> tuple[str, dict[str, str | None]]:

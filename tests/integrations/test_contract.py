@@ -90,6 +90,14 @@ def test_ours_take_what_theirs_take(package: str, names: dict[str, str | None]) 
             from rtkernels.integrations.transformers import RtkernelsCallback
 
             assert own(getattr(RtkernelsCallback, event))[:4] == theirs
+    elif package == "trl":
+        from rtkernels.models import fused_head
+
+        assert names["trainer/utils.py:add_fused_lm_head._fused_forward@cells"] == ", ".join(sorted(fused_head._CELLS))
+        fields = set(names["trainer/utils.py:FusedCausalLMOutput@fields"].split(", "))
+        assert fields == {"loss", "log_probs", *fused_head._RESULTS, "label_mask", "aux_loss"}
+        wanted = "fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None"
+        assert names["trainer/utils.py:add_fused_lm_head._fused_forward"] == f"(self, *args, {wanted}, **kwargs)"
     elif package == "peft":
         pytest.importorskip("peft")
         from rtkernels.integrations.peft import ServedLora

@@ -95,7 +95,7 @@ def build(kind: str, folder: Path, out: Path, peft_config: Any = None, **more: A
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     args = config(
         output_dir=str(out), max_steps=3, per_device_train_batch_size=4, report_to="none", use_cpu=True,
-        save_strategy="no", logging_steps=1, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", seed=3,
+        save_strategy="no", logging_steps=1, optim="sgd", learning_rate=0.02, lr_scheduler_type="constant", seed=3,
         max_grad_norm=0.0, disable_tqdm=True, gradient_checkpointing=False, **{"bf16": False, **options},
     )  # fmt: skip
     given = {"reward_funcs": reward} if kind in ("grpo", "rloo") else {}
@@ -198,8 +198,8 @@ def test_trained_copy_of_the_head(folders: Any, tmp_path: Path, raising: Any) ->
 def test_padding_free(folders: Any, tmp_path: Path, raising: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = trained(build("sft", folders["qwen3"], tmp_path, padding_free=True))
-        trainer = build("sft", folders["qwen3"], tmp_path, padding_free=True)
+        theirs = trained(build("sft", folders["qwen3"], tmp_path, padding_free=True, max_length=None))
+        trainer = build("sft", folders["qwen3"], tmp_path, padding_free=True, max_length=None)
     models.use_fused_head(trainer)
     raising()
     same(trained(trainer), theirs)
@@ -330,11 +330,14 @@ def test_options_are_checked(folders: Any, tmp_path: Path) -> None:
         models.use_fused_head(trainer, save="all")
 
 
-def test_adapters_on_the_head_keep_trls(folders: Any, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], r=4)
-    trainer = build("sft", folders["qwen3"], tmp_path, config)
-    with pytest.warns(UserWarning, match="model keeps TRL's head: its head is a Linear, no plain nn.Linear"):
+def test_other_heads_keep_trls(folders: Any, tmp_path: Path) -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    trainer = build("sft", folders["qwen3"], tmp_path)
+    trainer.model.lm_head.__class__ = Scaled
+    with pytest.warns(UserWarning, match="model keeps TRL's head: its head is a Scaled, no plain nn.Linear"):
         report = models.use_fused_head(trainer)
     assert report.left_alone[0].name == "model" and "head" not in report.replaced
     trainer.model(**batch(), fused_lm_head=True)
