@@ -125,7 +125,7 @@ def _reference(a, b, add, alpha, beta, gamma) -> Tensor:
     if add is not None:
         out = out + beta * add.float()
     if gamma:
-        out = out + gamma * torch.eye(a.shape[1], device=a.device)
+        out = out + gamma * torch.eye(a.shape[1], dtype=torch.float32, device=a.device)
     return _mirrored(out.to(a.dtype)).contiguous()
 
 
