@@ -19,6 +19,13 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
+    "adamw_8bit 500x2000000",
+    "adamw_fp8 500x2000000",
+    "symmetric_mm 1x4096x4096",
+    "symmetric_mm 4x2048x7168",
+    "symmetric_mm 4x4096x12288",
+    "symmetric_mm 4x4096x4096",
+    "symmetric_mm 8x1024x4096",
     "mla_attention_bwd 1x8192 64 heads of 192/128 causal",
     "mla_attention_bwd 8x4096 16 heads of 192/128 causal",
     "mla_attention_fwd 1x8192 64 heads of 192/128 causal",
