@@ -29,11 +29,13 @@ struct AdamNumbers {
     float keep, beta1, rest1, beta2, rest2, rate, second, eps, inverse;
     u64 seed, stream, step, place;
 
+    // Moments of 8 bits have no use for an exact root.
+    template <bool EXACT>
     RTK_DEVICE void apply(float& w, float g, float& m, float& v) const {
         g *= inverse;
         m = fmaf(rest1, g, beta1 * m);
         v = fmaf(rest2 * g, g, beta2 * v);
-        w = fmaf(-rate * m, ptx::rcp(fmaf(sqrtf(v), second, eps)), w * keep);
+        w = fmaf(-rate * m, ptx::rcp(fmaf(EXACT ? sqrtf(v) : ptx::sqrt_fast(v), second, eps)), w * keep);
     }
 };
 
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
         first.get(maps, fm);
         second.get(maps, fv);
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) adam.apply(fw[i], fg[i], fm[i], fv[i]);
+        for (int i = 0; i < kEach; ++i) adam.template apply<STATE == kFull>(fw[i], fg[i], fm[i], fv[i]);
         if (here < kEach) {  // elements that do not exist must not decide about scales
 #pragma unroll
             for (int i = 0; i < kEach; ++i)

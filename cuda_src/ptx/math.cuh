@@ -18,6 +18,13 @@ RTK_DEVICE float rcp(float x) {
     return y;
 }
 
+// The square root, 1 ulp, subnormals flushed.
+RTK_DEVICE float sqrt_fast(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // x with one bit pattern for every zero (+0) and for every NaN (0x7fffffff, the result of arithmetic with any NaN).
 RTK_DEVICE float canonical(float x) {
     float y;

@@ -181,30 +181,40 @@ class AdamW(torch.optim.Optimizer):
         The first item of a key says that moments and weights are fp32: parameters, or masters.
         """
         found: dict[torch.device, dict[tuple, tuple[list[Tensor], ...]]] = {}
-        kind = group["state"]
+        kind, with_masters = group["state"], group["master"]
+        (name1, name2), scales = moments.NAMES[kind], moments.SCALES.get(kind)
         for p in group["params"]:
             grad = p.grad
             if grad is None:
                 continue
-            state = self.state[p]
-            if not state or (p.dtype != torch.float32 and group["master"] and "master" not in state):
+            state, full = self.state[p], p.dtype == torch.float32
+            if not state or (not full and with_masters and "master" not in state):
                 self._start(p, state, group)
-            master = state.get("master") if group["master"] else None
-            coded, names = moments.is_coded(p, kind), moments.NAMES[kind]
-            plain = not coded and (master is not None or p.dtype == torch.float32)
-            key = (plain, coded, master is not None)
-            lists = found.setdefault(p.device, {}).setdefault(key, tuple([] for _ in range(9)))
-            values = [p, state[names[0]], state[names[1]], *(() if master is None else (master,))]
+            master = state.get("master") if with_masters else None
+            coded = scales is not None and moments.is_coded(p, kind)
+            key = (not coded and (full or master is not None), coded, master is not None)
+            device = p.device
+            of_device = found.get(device)
+            if of_device is None:
+                of_device = found[device] = {}
+            lists = of_device.get(key)
+            if lists is None:
+                lists = of_device[key] = tuple([] for _ in range(9))
+            mine, first, second = p, state[name1], state[name2]
             if is_sharded(p):
-                grad, values = _like_parameter(grad, p), [local(value) for value in values]
+                mine, grad, first, second = local(p), _like_parameter(grad, p), local(first), local(second)
+                master = None if master is None else local(master)
                 torch.autograd.graph.increment_version(p)  # the operator sees only the shard
-            mine, first, second = values[:3]
-            items = [mine if master is None else values[3], grad, first, second, state["step"]]
-            if not plain:
-                items.append(self._origin(p))
-                items += [state[name] for name in moments.SCALES[kind]] if coded else []
-            for to, item in zip(lists, items, strict=False):
-                to.append(item)
+            lists[0].append(mine if master is None else master)
+            lists[1].append(grad)
+            lists[2].append(first)
+            lists[3].append(second)
+            lists[4].append(state["step"])
+            if not key[0]:
+                lists[5].append(self._origin(p))
+            if coded:
+                lists[6].append(state[scales[0]])
+                lists[7].append(state[scales[1]])
             if master is not None:
                 lists[8].append(mine)
         return found

@@ -52,7 +52,8 @@ def _by_owners(p: Any, updates: Sequence[Tensor], orthogonal: Orthogonal, proces
     got = torch.empty(sum(from_all), dtype=torch.bfloat16, device=device)
     torch.distributed.all_to_all_single(got, sent, from_all, to_owners, group=process_group)
     if owned[rank]:
-        parts = [part.view(-1, height, cols) for part, height in zip(got.split(from_all), heights, strict=True)]
+        count = len(owned[rank])
+        parts = [part.view(count, height, cols) for part, height in zip(got.split(from_all), heights, strict=True)]
         whole = orthogonal(torch.cat(parts, 1)).bfloat16()
         got = torch.cat([part.reshape(-1) for part in whole.split(heights, 1)])
     back = torch.empty_like(sent)

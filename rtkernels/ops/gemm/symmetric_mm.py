@@ -106,15 +106,18 @@ def _plan(a: Meta, b: Meta | None, add: Meta | None, device: int) -> Steps:
 
 
 def _in_torch(a: Tensor, b: Tensor | None, add: Tensor | None, alpha: float, beta: float, gamma: float) -> Tensor:
-    """Return the result with torch's products, both triangles."""
+    """Return the result with torch's products."""
     if a.is_cpu:
         return _reference(a, b, add, alpha, beta, gamma)
-    right = (a if b is None else b).mT
-    out = torch.baddbmm(add if add is not None else a.new_zeros(()), a, right, beta=beta if add is not None else 0.0,
-                        alpha=alpha)  # fmt: skip
+    start, keep = (a.new_zeros(()), 0.0) if add is None else (add, beta)
+    out = torch.baddbmm(start, a, (a if b is None else b).mT, beta=keep, alpha=alpha)
     if gamma:
         out.diagonal(dim1=1, dim2=2).add_(gamma)
-    return out
+    return out if b is None else _mirrored(out)  # without this, iterations amplify what is not symmetric
+
+
+def _mirrored(out: Tensor) -> Tensor:
+    return out.tril().add_(out.tril(-1).mT)
 
 
 def _reference(a, b, add, alpha, beta, gamma) -> Tensor:
@@ -122,9 +125,8 @@ def _reference(a, b, add, alpha, beta, gamma) -> Tensor:
     if add is not None:
         out = out + beta * add.float()
     if gamma:
-        out = out + gamma * torch.eye(a.shape[1], device=a.device)
-    lower = out.to(a.dtype).tril()
-    return (lower + lower.tril(-1).mT).contiguous()
+        out = out + gamma * torch.eye(a.shape[1], dtype=torch.float32, device=a.device)
+    return _mirrored(out.to(a.dtype)).contiguous()
 
 
 SYMMETRIC_MM = Operator(
