@@ -23,6 +23,7 @@
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
@@ -149,6 +150,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(out_map);
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
     }
+    ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();

@@ -15,9 +15,9 @@ NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/
 class Tile(NamedTuple):
     """The tile that a block computes at a time.
 
-    ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of its
-    own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of both
-    operands, and every warpgroup has ``slots`` boxes for results that are being stored.
+    ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
+    its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
     """
 
     consumers: int
@@ -94,14 +94,15 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {16: 2.0, 32: 1.25, 64: 1.1}  # how much longer loads take if rows begin at multiples of so many bytes
+_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take if rows begin at multiples of so many bytes
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
+_TURNS = 1.06  # how much longer a stage takes by turns
 _TURN = 200  # from the last product of a warpgroup to the first of the other one
 _BYTES = 2300  # that memory delivers in a cycle
 _PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
-_DOUBT = 1.03  # by how much sharing must be faster
+_DOUBT = 1.06  # by how much sharing must be faster
 _MAX_PARTS = 8  # blocks that share a tile
 _MIN_STEPS = 4  # of k, of each of them
 _UNEVEN = 30_000  # if blocks have different parts of k, so that they read operands again
@@ -123,7 +124,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     """Return how long a dense product takes, as far as tiles decide it."""
     tile, sharing = choice
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
-    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms))
+    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms)) * (_TURNS if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
     memory = (size.m + size.n) * size.k_bytes / _BYTES
     if not sharing:
@@ -151,7 +152,7 @@ def at_most(sharing: int, tiles: int, k_bytes: int) -> int:
     return sharing if sharing and tiles % sharing * steps >= sharing else 0
 
 
-def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
+def _candidates(tile: Tile, size: Size, scales: int, sms: int) -> Iterator[Choice]:
     """Yield a tile with each number of blocks that may share its k."""
     yield Choice(tile)
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
@@ -159,7 +160,7 @@ def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
         return
     for parts in range(2, min(sms // tiles, _MAX_PARTS, steps // _MIN_STEPS) + 1):
         yield Choice(tile, tiles * parts)
-    if 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
+    if scales == COLUMN_SCALES and 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
         yield Choice(tile, sms)
 
 
@@ -172,7 +173,9 @@ def choose(
     """
     if finish != PLAIN:
         return Choice(LARGE)
-    found = [c for t in tiles or TILES[scales] for c in _candidates(t, size, sms) if not (c.sharing and t in whole)]
+    found = [
+        c for t in tiles or TILES[scales] for c in _candidates(t, size, scales, sms) if not (c.sharing and t in whole)
+    ]
     return min(found, key=lambda choice: cycles(choice, size, scales, sms) * (_DOUBT if choice.sharing else 1.0))
 
 

@@ -333,11 +333,11 @@ def test_tiles_between_fill_the_last_round() -> None:
         p = product._replace(**changed)
         return sm90_plan._choice(p, sm90_plan._loop_scales(p), sms).tile
 
-    assert tile() == COLS_224 and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
+    assert tile() == TURNS and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
     assert tile(a=e4m3, b=e4m3, **blocks) == SMALL  # a scale covers 128 columns
     assert tile(b=bf16._replace(across=True)) in (SMALL, BROAD)  # not built
     assert tile(groups=Groups("rows", 2)) in (SMALL, BROAD) and tile(gate="silu") == BROAD
-    assert tile(m=4096, n=4096) == BROAD and tile(m=128) == ONE
+    assert tile(m=4096, n=4096, k=8192) == BROAD and tile(m=128) == ONE
 
 
 def test_chosen_tiles_are_built() -> None:
