@@ -49,15 +49,14 @@ COLS_224 = Tile(2, 1, 224, 3, 4)
 COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
-BY_TURNS = Tile(2, 2, 128, 5, 2)
+PINGPONG = Tile(2, 2, 128, 5, 2)
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, BY_TURNS),
+    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
     COLUMN_SCALES: (LARGE, SMALL),
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
-DENSE = (*BETWEEN, BY_TURNS)
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -96,8 +95,8 @@ _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take if rows begin at multiples of so many bytes
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
-_TURNS = 1.06  # how much longer a stage takes by turns
-_TURN = 200  # from the last product of a warpgroup to the first of the other one
+_PINGPONG = 1.06  # how much longer a stage takes in ping-pong
+_HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
 _BYTES = 2300  # that memory delivers in a cycle
 _PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
@@ -124,7 +123,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     """Return how long a dense product takes, as far as tiles decide it."""
     tile, sharing = choice
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
-    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms)) * (_TURNS if tile.waves > 1 else 1.0)
+    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms)) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
     memory = (size.m + size.n) * size.k_bytes / _BYTES
     if not sharing:
@@ -133,7 +132,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
         work = rounds * (each + epilogue)
         if tile.waves > 1:  # a warpgroup finishes its tile while the other one multiplies
             epilogue = _EPILOGUE[0] + 2 * _EPILOGUE[1] * tile.cols
-            work = rounds * max(each + _TURN, (each + epilogue) / 2) + epilogue
+            work = rounds * max(each + _HANDOVER, (each + epilogue) / 2) + epilogue
         return _START + max(work, memory) + _HIDDEN * work
     whole, rest = divmod(tiles, sharing)
     own = -(-rest * steps // sharing)  # steps of a block

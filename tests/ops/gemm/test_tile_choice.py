@@ -23,24 +23,24 @@ from rtkernels.ops.gemm.tile_choice import (
 
 SMS = 132
 CLOCK = 1700  # cycles per us, as the model counts them
-BY_TURNS, COLS_224, COLS_192 = tile_choice.BY_TURNS, tile_choice.COLS_224, tile_choice.COLS_192
+PINGPONG, COLS_224, COLS_192 = tile_choice.PINGPONG, tile_choice.COLS_224, tile_choice.COLS_192
 # m, n, k, bytes of an element, scales in the loop: us of tiles, and of blocks that share k.
 MEASURED = (
     (4096, 4096, 960, 2, NO_SCALES, {(LARGE, 0): 52.1, (SMALL, 0): 55.4}),
     (4096, 4096, 1000, 2, NO_SCALES, {(LARGE, 0): 66.4}),
-    (4096, 4096, 1008, 2, NO_SCALES, {(LARGE, 0): 55.7, (COLS_224, 0): 62.8, (SMALL, 0): 64.0, (BY_TURNS, 0): 63.8}),
-    (4096, 4096, 1024, 2, NO_SCALES, {(LARGE, 0): 54.0, (COLS_224, 0): 60.0, (SMALL, 0): 57.2, (BY_TURNS, 0): 52.0}),
+    (4096, 4096, 1008, 2, NO_SCALES, {(LARGE, 0): 55.7, (COLS_224, 0): 62.8, (SMALL, 0): 64.0, (PINGPONG, 0): 63.8}),
+    (4096, 4096, 1024, 2, NO_SCALES, {(LARGE, 0): 54.0, (COLS_224, 0): 60.0, (SMALL, 0): 57.2, (PINGPONG, 0): 52.0}),
     (5003, 2624, 1344, 2, NO_SCALES,
-     {(LARGE, 0): 66.0, (COLS_224, 0): 60.8, (COLS_192, 0): 62.8, (SMALL, 0): 62.9, (BY_TURNS, 0): 58.4}),
+     {(LARGE, 0): 66.0, (COLS_224, 0): 60.8, (COLS_192, 0): 62.8, (SMALL, 0): 62.9, (PINGPONG, 0): 58.4}),
     (5003, 2624, 1344, 1, NO_SCALES,
-     {(LARGE, 0): 45.6, (COLS_224, 0): 42.6, (COLS_192, 0): 43.8, (SMALL, 0): 45.1, (BY_TURNS, 0): 38.3}),
+     {(LARGE, 0): 45.6, (COLS_224, 0): 42.6, (COLS_192, 0): 43.8, (SMALL, 0): 45.1, (PINGPONG, 0): 38.3}),
     (5003, 2624, 1344, 1, ROW_SCALES, {(LARGE, 0): 50.2, (COLS_224, 0): 46.7, (COLS_192, 0): 50.3, (SMALL, 0): 51.4}),
     (737, 7104, 2960, 2, NO_SCALES, {(COLS_192, 0): 54.6, (COLS_224, 0): 69.4, (SMALL, 0): 62.7, (LARGE, SMS): 66.2}),
-    (9616, 3896, 928, 2, NO_SCALES, {(LARGE, 0): 125.1, (COLS_224, 0): 124.9, (COLS_192, 0): 123.3, (BY_TURNS, 0): 125.5}),
+    (9616, 3896, 928, 2, NO_SCALES, {(LARGE, 0): 125.1, (COLS_192, 0): 123.3, (PINGPONG, 0): 125.5}),
     (300, 300, 16384, 2, NO_SCALES, {(ONE_WARPGROUP, 90): 27.4, (SMALL, 63): 31.6, (LARGE, 48): 47.1}),
-    (53, 920, 7104, 1, NO_SCALES, {(ONE_WARPGROUP, 24): 15.1, (ONE_WARPGROUP, 0): 17.4, (SMALL, 24): 18.0, (SMALL, 0): 23.2}),
-    (8192, 7168, 2048, 2, NO_SCALES, {(LARGE, 0): 319.2, (SMALL, 0): 341.1, (BY_TURNS, 0): 318.4}),
-    (8192, 4096, 4096, 2, NO_SCALES, {(LARGE, 0): 357.4, (SMALL, 0): 378.2, (BY_TURNS, 0): 370.9}),
+    (53, 920, 7104, 1, NO_SCALES, {(ONE_WARPGROUP, 24): 15.1, (ONE_WARPGROUP, 0): 17.4, (SMALL, 24): 18.0}),
+    (8192, 7168, 2048, 2, NO_SCALES, {(LARGE, 0): 319.2, (SMALL, 0): 341.1, (PINGPONG, 0): 318.4}),
+    (8192, 4096, 4096, 2, NO_SCALES, {(LARGE, 0): 357.4, (SMALL, 0): 378.2, (PINGPONG, 0): 370.9}),
     (8192, 4096, 4096, 1, ROW_SCALES, {(LARGE, 0): 224.0}),
     (1536, 1536, 16384, 1, COLUMN_SCALES, {(LARGE, 0): 136.0, (SMALL, 0): 147.0, (LARGE, SMS): 95.0}),
     (2560, 1536, 16384, 1, COLUMN_SCALES, {(LARGE, 0): 138.0, (SMALL, 0): 149.0, (LARGE, SMS): 158.0}),
