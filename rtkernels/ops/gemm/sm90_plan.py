@@ -27,7 +27,7 @@ from rtkernels.ops.gemm.tile_choice import (
     Choice,
     Size,
     Tile,
-    at_most,
+    sharing_limit,
     choose,
     choose_grouped,
     cycles,
@@ -237,7 +237,7 @@ def steps(
         tile, sharing = chosen.tile, chosen.sharing if sharing is None else sharing
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
-    sharing = at_most(sharing, tiles, p.k * int(BYTES[p.a.token]))
+    sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]))
     grid = sharing or max(min(sms, tiles), 1)
     launch = GEMM.bind(
         variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0,

@@ -143,7 +143,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     return _START + _LAUNCH + max(work, memory) + _HIDDEN * work
 
 
-def at_most(sharing: int, tiles: int, k_bytes: int) -> int:
+def sharing_limit(sharing: int, tiles: int, k_bytes: int) -> int:
     """Return how many of `sharing` blocks can have a share of tiles; 0 if some would have none after whole rounds."""
     steps = -(-k_bytes // ROW)
     if tiles <= sharing:

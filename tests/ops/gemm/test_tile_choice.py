@@ -15,7 +15,7 @@ from rtkernels.ops.gemm.tile_choice import (
     SMALL,
     Choice,
     Size,
-    at_most,
+    sharing_limit,
     choose,
     cycles,
     loads,
@@ -67,9 +67,9 @@ def test_few_tiles_with_a_long_k_are_shared() -> None:
 
 
 def test_every_block_has_a_share() -> None:
-    assert at_most(132, 1, 16) == 1 and at_most(132, 5, 1000) == 40 and at_most(9, 3, 1 << 20) == 9
-    assert at_most(0, 7, 1 << 20) == 0
-    assert at_most(132, 133, 1 << 10) == 0 and at_most(132, 200, 1 << 10) == 132  # after a whole round
+    assert sharing_limit(132, 1, 16) == 1 and sharing_limit(132, 5, 1000) == 40 and sharing_limit(9, 3, 1 << 20) == 9
+    assert sharing_limit(0, 7, 1 << 20) == 0
+    assert sharing_limit(132, 133, 1 << 10) == 0 and sharing_limit(132, 200, 1 << 10) == 132  # after a whole round
 
 
 def test_rows_inside_of_sectors_take_longer() -> None:
