@@ -27,11 +27,11 @@ from rtkernels.ops.gemm.tile_choice import (
     Choice,
     Size,
     Tile,
-    sharing_limit,
     choose,
     choose_grouped,
     cycles,
     loads,
+    sharing_limit,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
@@ -259,8 +259,8 @@ def steps(
 def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would get on an H200, for ``explain``."""
     tile, sharing = _choice(product, _loop_scales(product), 132)
-    shared = f", {sharing} blocks share them along k" if sharing else ""
-    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{shared}"
+    how = f", {sharing} blocks share them along k" if sharing else ", in ping-pong" if tile.waves > 1 else ""
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{how}"
 
 
 def estimate(product: Product, sms: int) -> float:

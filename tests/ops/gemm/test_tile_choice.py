@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from rtkernels import explain, scaled_mm
 from rtkernels.ops.gemm import tile_choice
 from rtkernels.ops.gemm.tile_choice import (
     COLUMN_SCALES,
@@ -15,10 +17,10 @@ from rtkernels.ops.gemm.tile_choice import (
     SMALL,
     Choice,
     Size,
-    sharing_limit,
     choose,
     cycles,
     loads,
+    sharing_limit,
 )
 
 SMS = 132
@@ -74,3 +76,16 @@ def test_every_block_has_a_share() -> None:
 
 def test_rows_inside_of_sectors_take_longer() -> None:
     assert loads(2000) > loads(2016) >= loads(1984) >= loads(1920) == loads(4096) == 1.0
+
+
+@pytest.mark.parametrize(
+    "m, n, k, told",
+    (
+        (439, 936, 6264, "128 x 128 tiles, 5 stages, 128 blocks share them along k"),
+        (5003, 2624, 1344, "128 x 128 tiles, 5 stages, in ping-pong"),
+        (8192, 4096, 8192, "128 x 256 tiles, 3 stages"),
+    ),
+)
+def test_explained(m: int, n: int, k: int, told: str) -> None:
+    a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
+    assert explain(scaled_mm, a, b, target="9.0").summary == told
