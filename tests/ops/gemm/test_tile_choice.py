@@ -22,6 +22,7 @@ from rtkernels.ops.gemm.tile_choice import (
     loads,
     sharing_limit,
 )
+from rtkernels.runtime.launch import tensor_map
 
 SMS = 132
 CLOCK = 1700  # cycles per us, as the model counts them
@@ -89,3 +90,11 @@ def test_rows_inside_of_sectors_take_longer() -> None:
 def test_explained(m: int, n: int, k: int, told: str) -> None:
     a, b = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
     assert explain(scaled_mm, a, b, target="9.0").summary == told
+
+
+@pytest.mark.parametrize("pitch, promoted", ((2000, False), (2016, True), (2048, True)))
+def test_rows_inside_of_sectors_are_not_promoted(monkeypatch: pytest.MonkeyPatch, pitch: int, promoted: bool) -> None:
+    seen = []
+    monkeypatch.setattr(tensor_map, "_encoded_map", lambda *arguments: seen.append(arguments))
+    tensor_map.tiled_map(4096, "bf16", (1000, 64, 1), (pitch, 64 * pitch), (64, 64, 1))
+    assert seen[0][-1] is promoted
