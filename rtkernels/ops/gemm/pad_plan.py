@@ -80,10 +80,8 @@ def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
         copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
         return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
 
-    now = cycles(())
-    sets = [(name,) for name in names] + ([tuple(names)] if len(names) == 2 else [])
-    best = min(sets, key=cycles)
-    return best if cycles(best) < _GAIN * now else ()
+    best = min(((name,) for name in names), key=cycles)  # both copies at once gained nothing
+    return best if cycles(best) < _GAIN * cycles(()) else ()
 
 
 def is_worthwhile(product: Product, info: DeviceInfo) -> bool:
