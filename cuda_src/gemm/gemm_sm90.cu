@@ -3,7 +3,7 @@
 // (gemm/schedule_sm90.cuh).
 //
 // Grid: persistent, one block per SM. A block has CONSUMERS warpgroups, each with 64 rows of a tile of COLS columns, or,
-// with WAVES, a tile of its own of as many times 64 rows, by turns; and a producer warpgroup: one thread issues TMA loads
+// with WAVES, a tile of its own of as many times 64 rows, in ping-pong; and a producer warpgroup: one thread issues TMA loads
 // of a and b, 128 bytes of k per stage; scales of the loop are loaded the same way, or by two more warps in any layout.
 // TMA stores boxes of results while the next tile is multiplied.
 //
@@ -23,6 +23,7 @@
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
@@ -103,16 +104,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               i64 groups,
               i64 flags_and_band) {
     // Warpgroups that multiply the same tile. With WAVES, each has its own: one multiplies while the other one finishes.
-    constexpr bool kByTurns = WAVES > 1;
-    static_assert(!kByTurns || (CONSUMERS == 2 && SCALES == kNoScales && FINISH == kPlainFinish), "two tiles, plain results");
-    constexpr int kTogether = kByTurns ? 1 : CONSUMERS;
+    constexpr bool kPingPong = WAVES > 1;
+    static_assert(!kPingPong || (CONSUMERS == 2 && SCALES == kNoScales && FINISH == kPlainFinish), "two tiles, plain results");
+    constexpr int kTogether = kPingPong ? 1 : CONSUMERS;
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, kTogether, WAVES, COLS>;
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
-    constexpr int kCutBarrier = 1 + CONSUMERS, kTurnBarriers = 2 + CONSUMERS;
+    constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
@@ -149,6 +150,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(out_map);
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
     }
+    ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
                                     upper(groups), rows, columns, depth, upper(flags_and_band));
     __syncthreads();
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
     if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
-    const int own_part = kByTurns ? 0 : consumer;  // of a tile, 64 rows per wave
+    const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
     const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other
     const bool speaks = lane == 0;
     float* const own_columns = column_values + consumer * 2 * COLS;
@@ -212,13 +214,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
     ProductTile next_tile = {};
     Share share = own_share();
-    // By turns, the next tile is the other warpgroup's: its stages are skipped. There are no groups, so all tiles have
+    // In ping-pong, the next tile is the other warpgroup's: its stages are skipped. There are no groups, so all tiles have
     // as many.
     auto skip_tile = [&] {
         share.next();
         state.advance(static_cast<int>(ceil_div(static_cast<i32>(depth), kDepth)));
     };
-    if (kByTurns && consumer == 1) skip_tile();
+    if (kPingPong && consumer == 1) skip_tile();
     if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
@@ -266,10 +268,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
             PipelineState<STAGES> last = state;
             // A wait for a stage names one bit of its phase, so that all earlier stages must have arrived.
-            if (kByTurns && share.index != blockIdx.x) ptx::named_barrier_sync(kTurnBarriers + consumer, 256);
+            if (kPingPong && share.index != blockIdx.x) ptx::named_barrier_sync(kOrderBarriers + consumer, 256);
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
-                if (!kByTurns && tail != 0 && i == blocks - 1)
+                if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
                 ptx::wgmma_fence();
 #pragma unroll
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
             ptx::wgmma_wait<0>();
             if (blocks != 0 && speaks) pipeline.release(last);
-            if (kByTurns && after.exists()) ptx::named_barrier_arrive(kTurnBarriers + 1 - consumer, 256);
+            if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
 #pragma unroll
             for (int w = 0; w < WAVES; ++w)
@@ -422,7 +424,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
             }
         }
-        if constexpr (kByTurns) skip_tile();
+        if constexpr (kPingPong) skip_tile();
     }
     ring.close();
 }

@@ -31,6 +31,9 @@ RTK_DEVICE void pad_vector(const PaddedOperand& operand, i64 block) {
     Raw<16> raw;
     if (reinterpret_cast<u64>(source) % 16 == 0 && at + 16 <= operand.row_bytes) {
         raw = ptx::ld_keep<16>(source);
+    } else if (reinterpret_cast<u64>(source) % 8 == 0 && at + 16 <= operand.row_bytes) {
+        const Raw<8> low = ptx::ld_keep<8>(source), high = ptx::ld_keep<8>(source + 8);
+        raw = {{low.w[0], low.w[1], high.w[0], high.w[1]}};
     } else if ((shift == 0 || at >= 16) && at + (shift == 0 ? 16 : 20) <= operand.row_bytes) {
         const u8* const words = source - shift;
         u32 word[5];

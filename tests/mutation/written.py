@@ -45,7 +45,7 @@ WRITTEN = (
     Written("parts of k begin at an even block", "gemm/schedule_sm90.cuh",
             "found.k = static_cast<i32>(first_step()) * block_depth;", "first_step()", "first_step() & ~1u"),
     Written("rows of the other warpgroup's tile", "gemm/gemm_sm90.cu",
-            "const int own_part = kByTurns ? 0 : consumer;", "kByTurns ? 0 : consumer", "consumer"),
+            "const int own_part = kPingPong ? 0 : consumer;", "kPingPong ? 0 : consumer", "consumer"),
     Written("numbers repeat after 65,536", "random/random.cu",
             "static_cast<u64>(i), static_cast<u64>(offset));\n        draw<T>", "static_cast<u64>(i)", "i & 0x3fff"),
     Written("mask repeats after 65,536", "random/random.cu",

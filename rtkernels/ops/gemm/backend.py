@@ -19,9 +19,15 @@ def _is_latency(product: Product, info: DeviceInfo) -> bool:
     return "cluster" in info.target.features and product.m <= _LATENCY_ROWS and weights <= _LATENCY_BYTES
 
 
+def _leaves_sms_idle(product: Product, info: DeviceInfo) -> bool:
+    """Return True if `sm90` would leave half of the SMs without a tile: it has one for gated products only."""
+    return product.gate is not None and 2 * sm90_plan.gated_tiles(product) <= info.sm_count
+
+
 def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
-    order = ("skinny", "sm90", "unpack", "mma") if product.m <= _SKINNY_FIRST else ("sm90", "skinny", "unpack", "mma")
+    skinny = product.m <= _SKINNY_FIRST or _leaves_sms_idle(product, info)
+    order = ("skinny", "sm90", "unpack", "mma") if skinny else ("sm90", "skinny", "unpack", "mma")
     order = ("cluster", *order) if _is_latency(product, info) else order
     return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 

@@ -31,7 +31,7 @@ _SECTOR = 32
 _LINE = 128  # multiples at which rows of copies begin
 _COPY_CYCLES = (5000, 2000)  # of a launch, and bytes read or written in a cycle (H200)
 _MIN_ROWS = 256  # of a, for copies that are not necessary
-_GAIN = 0.93  # part of the time that a product may take with aligned copies, at most
+_GAIN = 0.96  # part of the time that a product may take with aligned copies, at most
 
 PAD = Kernel(
     "gemm/pad_rows.cu", "pad_rows", template="THREADS",
@@ -80,10 +80,8 @@ def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
         copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
         return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
 
-    now = cycles(())
-    sets = [(name,) for name in names] + ([tuple(names)] if len(names) == 2 else [])
-    best = min(sets, key=cycles)
-    return best if cycles(best) < _GAIN * now else ()
+    best = min(((name,) for name in names), key=cycles)  # both copies at once gained nothing
+    return best if cycles(best) < _GAIN * cycles(()) else ()
 
 
 def is_worthwhile(product: Product, info: DeviceInfo) -> bool:
@@ -153,7 +151,9 @@ def steps(product: Product, device: int, products: Backends[Product]) -> Steps:
     if backend is None:
         raise ValueError(f"no backend for the product of padded operands: {p.title}")
     names = _copied(p, info)
-    return _after_copies(p, device, names, backend.steps(_padded(p, names), device))
+    padded = _padded(p, names)
+    inner = sm90_plan.steps(padded, device, overlap=True) if backend.name == "sm90" else backend.steps(padded, device)
+    return _after_copies(p, device, names, inner)
 
 
 def _after_copies(p: Product, device: int, names: list[str], inner: Steps) -> Steps:

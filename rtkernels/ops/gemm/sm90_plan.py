@@ -27,11 +27,11 @@ from rtkernels.ops.gemm.tile_choice import (
     Choice,
     Size,
     Tile,
-    at_most,
     choose,
     choose_grouped,
     cycles,
     loads,
+    sharing_limit,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.launch.device import device_info
@@ -215,7 +215,7 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
 
 def steps(
     product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
-    sharing: int | None = None,
+    sharing: int | None = None, overlap: bool = False,
 ) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
 
@@ -225,6 +225,7 @@ def steps(
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
         names: Tensors that take the place of "a", "b" or "scale_a".
         sharing: How many blocks share tiles along k, 0 for none, instead of what ``tile_choice`` says.
+        overlap: The launch may begin before the previous kernel ends, which is ours and lets it.
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
@@ -236,9 +237,12 @@ def steps(
         tile, sharing = chosen.tile, chosen.sharing if sharing is None else sharing
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
-    sharing = at_most(sharing, tiles, p.k * int(BYTES[p.a.token]))
+    sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]))
     grid = sharing or max(min(sms, tiles), 1)
-    launch = GEMM.bind(variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0)
+    launch = GEMM.bind(
+        variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0,
+        overlap=overlap and not sharing,
+    )  # fmt: skip
     arguments = _arguments(p, tile, scales, names or {}, sharing > 0)
     if sharing:
         return Steps(
@@ -255,14 +259,19 @@ def steps(
 def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would get on an H200, for ``explain``."""
     tile, sharing = _choice(product, _loop_scales(product), 132)
-    shared = f", {sharing} blocks share them along k" if sharing else ""
-    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{shared}"
+    how = f", {sharing} blocks share them along k" if sharing else ", in ping-pong" if tile.waves > 1 else ""
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{how}"
 
 
 def estimate(product: Product, sms: int) -> float:
     """Return the cycles that a dense product would take."""
     p, scales = product, _loop_scales(product)
     return cycles(_choice(p, scales, sms), _size_of(p), scales, sms)
+
+
+def gated_tiles(product: Product) -> int:
+    """Return how many tiles a gated product has."""
+    return tile_count(LARGE, product.m, _b_rows(product))
 
 
 def _b_rows(p: Product) -> int:

@@ -15,9 +15,9 @@ NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/
 class Tile(NamedTuple):
     """The tile that a block computes at a time.
 
-    ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of its
-    own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of both
-    operands, and every warpgroup has ``slots`` boxes for results that are being stored.
+    ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
+    its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
     """
 
     consumers: int
@@ -49,15 +49,14 @@ COLS_224 = Tile(2, 1, 224, 3, 4)
 COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
-BY_TURNS = Tile(2, 2, 128, 5, 2)
+PINGPONG = Tile(2, 2, 128, 5, 2)
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, BY_TURNS),
+    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
     COLUMN_SCALES: (LARGE, SMALL),
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
-DENSE = (*BETWEEN, BY_TURNS)
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -94,14 +93,15 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {16: 2.0, 32: 1.25, 64: 1.1}  # how much longer loads take if rows begin at multiples of so many bytes
+_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take if rows begin at multiples of so many bytes
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
-_TURN = 200  # from the last product of a warpgroup to the first of the other one
+_PINGPONG = 1.06  # how much longer a stage takes in ping-pong
+_HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
 _BYTES = 2300  # that memory delivers in a cycle
 _PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
-_DOUBT = 1.03  # by how much sharing must be faster
+_DOUBT = 1.06  # by how much sharing must be faster
 _MAX_PARTS = 8  # blocks that share a tile
 _MIN_STEPS = 4  # of k, of each of them
 _UNEVEN = 30_000  # if blocks have different parts of k, so that they read operands again
@@ -123,7 +123,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     """Return how long a dense product takes, as far as tiles decide it."""
     tile, sharing = choice
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
-    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms))
+    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms)) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
     memory = (size.m + size.n) * size.k_bytes / _BYTES
     if not sharing:
@@ -132,7 +132,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
         work = rounds * (each + epilogue)
         if tile.waves > 1:  # a warpgroup finishes its tile while the other one multiplies
             epilogue = _EPILOGUE[0] + 2 * _EPILOGUE[1] * tile.cols
-            work = rounds * max(each + _TURN, (each + epilogue) / 2) + epilogue
+            work = rounds * max(each + _HANDOVER, (each + epilogue) / 2) + epilogue
         return _START + max(work, memory) + _HIDDEN * work
     whole, rest = divmod(tiles, sharing)
     own = -(-rest * steps // sharing)  # steps of a block
@@ -143,7 +143,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     return _START + _LAUNCH + max(work, memory) + _HIDDEN * work
 
 
-def at_most(sharing: int, tiles: int, k_bytes: int) -> int:
+def sharing_limit(sharing: int, tiles: int, k_bytes: int) -> int:
     """Return how many of `sharing` blocks can have a share of tiles; 0 if some would have none after whole rounds."""
     steps = -(-k_bytes // ROW)
     if tiles <= sharing:
@@ -151,7 +151,7 @@ def at_most(sharing: int, tiles: int, k_bytes: int) -> int:
     return sharing if sharing and tiles % sharing * steps >= sharing else 0
 
 
-def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
+def _candidates(tile: Tile, size: Size, scales: int, sms: int) -> Iterator[Choice]:
     """Yield a tile with each number of blocks that may share its k."""
     yield Choice(tile)
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
@@ -159,7 +159,7 @@ def _candidates(tile: Tile, size: Size, sms: int) -> Iterator[Choice]:
         return
     for parts in range(2, min(sms // tiles, _MAX_PARTS, steps // _MIN_STEPS) + 1):
         yield Choice(tile, tiles * parts)
-    if 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
+    if scales == COLUMN_SCALES and 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
         yield Choice(tile, sms)
 
 
@@ -172,7 +172,9 @@ def choose(
     """
     if finish != PLAIN:
         return Choice(LARGE)
-    found = [c for t in tiles or TILES[scales] for c in _candidates(t, size, sms) if not (c.sharing and t in whole)]
+    found = [
+        c for t in tiles or TILES[scales] for c in _candidates(t, size, scales, sms) if not (c.sharing and t in whole)
+    ]
     return min(found, key=lambda choice: cycles(choice, size, scales, sms) * (_DOUBT if choice.sharing else 1.0))
 
 

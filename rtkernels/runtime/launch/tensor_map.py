@@ -23,6 +23,7 @@ _ALIGNMENT = 64
 _TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLE = {False: 0, True: 3}  # no swizzle, or 128 bytes
 _PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes
+_SECTOR = 32  # bytes of L2
 _MAPS = 256  # cached maps
 _NO_CONTEXT = (3, 201)  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT
 
@@ -112,13 +113,15 @@ def tiled_map(
         strides: Strides in bytes of all dimensions but the first; multiples of 16.
         box: Elements of a box in each dimension, at most 256, and at most 128 bytes in the first with `swizzle`.
         swizzle: Swizzle by 128 bytes in shared memory; otherwise rows are contiguous there.
-        promote: Let L2 fetch 256 bytes per miss.
+        promote: Let L2 fetch 256 bytes per miss, unless rows begin inside of sectors, which then takes longer (on an
+            H200, a product of 4096 x 4096 x 1000 in bf16 takes 75 us instead of 66).
 
     Raises:
         RtkError: The driver refuses the map.
     """
     if hasattr(address, "tensor"):  # while a launcher runs in the emulator
         return EmulatedMap(address, _TYPES[token][1], sizes, strides, box, swizzle)
+    promote = promote and not any(stride % _SECTOR for stride in strides[:1])
     return _encoded_map(address, token, sizes, strides, box, swizzle, promote)
 
 

@@ -17,7 +17,7 @@ from rtkernels.ops.gemm.tile_choice import Tile
 from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
-COLS_224, COLS_192, TURNS = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.BY_TURNS
+COLS_224, COLS_192, PINGPONG = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.PINGPONG
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
 
 # m, n, k and what differs from a plain product of bf16.
@@ -112,13 +112,18 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     ),
     "int8_sums_shared": (70, 66, 656, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL, "sharing": 3}),
     "int8_rows_shared": (70, 136, 656, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": SMALL, "sharing": 4}),
-    # Warpgroups by turns: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
-    "bf16_by_turns": (300, 500, 200, {"bias": "bf16", "tile": TURNS}),
-    "bf16_one_tile_by_turns": (70, 40, 1000, {"act": "silu", "tile": TURNS}),
-    "fp32_by_turns": (600, 392, 24, {"out": "fp32", "accumulate": True, "tile": TURNS}),
-    "bf16_odd_columns_by_turns": (300, 387, 72, {"tile": TURNS}),
-    "fp8_fast_by_turns": (300, 264, 720, {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": TURNS}),
-    "int8_by_turns": (300, 264, 272, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": TURNS}),
+    # Ping-pong: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
+    "bf16_pingpong": (300, 500, 200, {"bias": "bf16", "tile": PINGPONG}),
+    "bf16_one_tile_pingpong": (70, 40, 1000, {"act": "silu", "tile": PINGPONG}),
+    "fp32_pingpong": (600, 392, 24, {"out": "fp32", "accumulate": True, "tile": PINGPONG}),
+    "bf16_odd_columns_pingpong": (300, 387, 72, {"tile": PINGPONG}),
+    "fp8_fast_pingpong": (
+        300,
+        264,
+        720,
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": PINGPONG},
+    ),
+    "int8_pingpong": (300, 264, 272, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": PINGPONG}),
     "1d2d_one_warpgroup": (70, 136, 400, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": ONE}),
     "squares": (140, 136, 272, {"a": "e4m3", "scale_a": SQUARE, "scale_b": SQUARE, "tile": SMALL}),
     "int8_blocks": (140, 136, 600, {"a": "int8", "scale_a": (32, 256), "scale_b": (64, 256), "tile": SMALL}),
@@ -227,10 +232,10 @@ SLOW = (
     "bf16_192_shared",
     "bf16_224_shared",
     "bf16_odd_columns_shared",
-    "fp8_fast_by_turns",
+    "fp8_fast_pingpong",
     "fp8_fast_shared",
     "int8_blocks",
-    "int8_by_turns",
+    "int8_pingpong",
     "int8_rows_shared",
     "int8_sums",
     "int8_sums_shared",
@@ -333,11 +338,11 @@ def test_tiles_between_fill_the_last_round() -> None:
         p = product._replace(**changed)
         return sm90_plan._choice(p, sm90_plan._loop_scales(p), sms).tile
 
-    assert tile() == COLS_224 and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
+    assert tile() == PINGPONG and tile(a=e4m3, b=e4m3, scale_a=rows, scale_b=rows) == COLS_224
     assert tile(a=e4m3, b=e4m3, **blocks) == SMALL  # a scale covers 128 columns
     assert tile(b=bf16._replace(across=True)) in (SMALL, BROAD)  # not built
     assert tile(groups=Groups("rows", 2)) in (SMALL, BROAD) and tile(gate="silu") == BROAD
-    assert tile(m=4096, n=4096) == BROAD and tile(m=128) == ONE
+    assert tile(m=4096, n=4096, k=8192) == BROAD and tile(m=128) == ONE
 
 
 def test_chosen_tiles_are_built() -> None:
