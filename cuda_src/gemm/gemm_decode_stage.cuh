@@ -15,10 +15,10 @@
 namespace rtk {
 
 #ifndef RTK_DECODE_STEPS
-#define RTK_DECODE_STEPS 6
+#define RTK_DECODE_STEPS 4
 #endif
 #ifndef RTK_DECODE_RING
-#define RTK_DECODE_RING 3
+#define RTK_DECODE_RING 4
 #endif
 
 inline constexpr int kDecodeWarps = 8;
