@@ -219,12 +219,12 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     };
     // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
     const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
-    DecodeTerms held = {1.0f, 0.0f, 0.0f};
+    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
     auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
     {
         const int row = row_of(first_octet + share.element / 8, share.element % 8);
         const int half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
-        if (has_terms && share.token < m && row < n) held = terms_of(share.token, row, row + half);
+        if (has_terms && share.token < m && row < n) first_terms = terms_of(share.token, row, row + half);
     }
 
     rows.copy(share, norm_weight != nullptr ? squares : nullptr);
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
 #pragma unroll 1
                     for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * kOctetSums + place];
                 }
-                DecodeTerms terms = held;
+                DecodeTerms terms = first_terms;
                 if (has_terms && exists && (first != 0 || i != share.element || token != share.token))
                     terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0));
                 float value = fmaf(sum * Warp::Weights::kFactor, terms.scale, terms.bias);
