@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     using Rows = DecodeRows<Math, Warp::kParts>;
     constexpr int kOctetSums = 64 * TOKENS;
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
-    const bool gated = (flags & kDecodeGated) != 0, scaled = groups != 0;
+    const bool gated = (flags & kDecodeGated) != 0, scaled = Warp::kParts > 1 && groups != 0;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int columns = gated ? 4 : 8;  // results of an octet
@@ -197,6 +197,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     };
     const bool constant = (flags & kConstantWeights) != 0;
     if (!constant) ptx::wait_for_previous();
+#ifndef RTK_DECODE_LATE
+    ptx::launch_dependents();
+#endif
 #pragma unroll 1
     for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
     if (norm_weight != nullptr) {
@@ -207,7 +210,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             ptx::st_shared_16(ptx::shared_address(norm_in_shared) + v * 16, raw);
         }
     }
+#ifdef RTK_DECODE_LATE
     ptx::launch_dependents();
+#endif
     if (constant) ptx::wait_for_previous();
 
     const DecodeShare share(m);
