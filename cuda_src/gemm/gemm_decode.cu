@@ -197,9 +197,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     };
     const bool constant = (flags & kConstantWeights) != 0;
     if (!constant) ptx::wait_for_previous();
-#ifndef RTK_DECODE_LATE
     ptx::launch_dependents();
-#endif
 #pragma unroll 1
     for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
     if (norm_weight != nullptr) {
@@ -210,9 +208,6 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             ptx::st_shared_16(ptx::shared_address(norm_in_shared) + v * 16, raw);
         }
     }
-#ifdef RTK_DECODE_LATE
-    ptx::launch_dependents();
-#endif
     if (constant) ptx::wait_for_previous();
 
     const DecodeShare share(m);
