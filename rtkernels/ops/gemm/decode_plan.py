@@ -18,8 +18,8 @@ MAX_ROWS = 16
 
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
-_RING = 4  # slots of a warp
-_STEPS = 4  # of 64 bytes, of a slot
+_RING = 3  # slots of a warp
+_STEPS = 8  # of 64 bytes, of a slot
 _SCALES = 64  # of a slot
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _PASS = 64  # octets of a pass, times warps along k
