@@ -29,7 +29,21 @@ RTK_DEVICE Raw<16> decode_load(const u8* p) {  // not read-only: the previous ke
     return {{words.x, words.y, words.z, words.w}};
 }
 
-// Activations of `k` from `first` on, in shared memory.
+// How threads share rows: a token belongs to 2^shift warps; this thread starts at its token and element.
+struct DecodeShare {
+    int shift, token, element;
+
+    RTK_DEVICE explicit DecodeShare(int m) {
+        const int warp = threadIdx.x / 32;
+        shift = m == 1 ? 3 : m == 2 ? 2 : m <= 4 ? 1 : 0;
+        token = warp >> shift;
+        element = (warp & (1 << shift) - 1) * 32 + threadIdx.x % 32;
+    }
+    RTK_DEVICE int tokens() const { return kDecodeWarps >> shift; }  // at a time
+    RTK_DEVICE int elements() const { return 32 << shift; }
+};
+
+// Activations of the block's part of k, in shared memory.
 template <typename T, int PARTS>
 struct DecodeRows {
     const u8* x;
@@ -46,39 +60,22 @@ struct DecodeRows {
         return (step * 4 * PARTS + inside % PARTS * 4 + inside / PARTS) * 16;
     }
 
-    RTK_DEVICE void copy() const {
+    // Copies the block's part. For a norm (`squares` not null), reads whole rows and stores sums of their squares.
+    RTK_DEVICE void copy(const DecodeShare& share, float* squares) const {
         constexpr int kInFlight = 4;
+        const int all = k / 8, stride = share.elements();
+        const int begin = squares != nullptr ? 0 : first;
+        const int end = squares != nullptr ? max(all, first + vectors) : first + vectors;
 #pragma unroll 1
-        for (int begin = threadIdx.x; begin < m * vectors; begin += kInFlight * 32 * kDecodeWarps) {
-            Raw<16> raw[kInFlight];
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                const int at = begin + i * 32 * kDecodeWarps, token = at / vectors, v = first + at - token * vectors;
-                clear(raw[i]);
-                if (token < m && 8 * v < k) raw[i] = decode_load(x + token * pitch + v * 16);
-            }
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                const int at = begin + i * 32 * kDecodeWarps, token = at / vectors, v = at - token * vectors;
-                if (token < m) ptx::st_shared_16(to + (token * to_pitch + place(v)), raw[i]);
-            }
-        }
-    }
-
-    // Copies the block's part and stores sums of squares of whole rows: 2^share_shift warps share a token.
-    RTK_DEVICE void copy_and_square(float* squares, int share_shift) const {
-        constexpr int kInFlight = 6;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = k / 8;
-        const int share = warp & (1 << share_shift) - 1, stride = 32 << share_shift;
-        for (int token = warp >> share_shift; token < m; token += kDecodeWarps >> share_shift) {
+        for (int token = share.token; token < m; token += share.tokens()) {
             float square = 0.0f;
 #pragma unroll 1
-            for (int begin = share * 32 + lane; begin < all; begin += kInFlight * stride) {
+            for (int at = begin + share.element; at < end; at += kInFlight * stride) {
                 Raw<16> raw[kInFlight];
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
                     clear(raw[i]);
-                    if (begin + i * stride < all) raw[i] = decode_load(x + token * pitch + (begin + i * stride) * 16);
+                    if (at + i * stride < all) raw[i] = decode_load(x + token * pitch + (at + i * stride) * 16);
                 }
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
@@ -86,43 +83,61 @@ struct DecodeRows {
                     unpack<T, 8>(raw[i], value);
 #pragma unroll
                     for (int e = 0; e < 8; ++e) square = fmaf(value[e], value[e], square);
-                    const int v = begin + i * stride - first;
-                    if (begin + i * stride < all && v >= 0 && v < vectors) ptx::st_shared_16(to + (token * to_pitch + place(v)), raw[i]);
+                    const int v = at + i * stride - first;
+                    if (v >= 0 && v < vectors) ptx::st_shared_16(to + (token * to_pitch + place(v)), raw[i]);
                 }
             }
-            square = warp_reduce<Sum>(square);
-            if (lane == 0) squares[(token << share_shift) + share] = square;
+            if (squares != nullptr) {
+                square = warp_reduce<Sum>(square);
+                if (threadIdx.x % 32 == 0) squares[(token << share.shift) + share.element / 32] = square;
+            }
         }
-        for (int token = 0; token < m; ++token)
-            for (int v = all - first + static_cast<int>(threadIdx.x); v < vectors; v += 32 * kDecodeWarps)
-                if (v >= 0) ptx::st_shared_16(to + (token * to_pitch + place(v)), Raw<16>{});
     }
 
     // Multiplies what was copied; `weight`: in shared memory, for the block's part.
-    RTK_DEVICE void normalize(const float* squares, int share_shift, ptx::SharedAddress weight, float offset,
+    RTK_DEVICE void normalize(const DecodeShare& share, const float* squares, ptx::SharedAddress weight, float offset,
                               float eps) const {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < m * vectors; i += 32 * kDecodeWarps) {
-            const int token = i / vectors, v = i - token * vectors;
-            if (8 * (first + v) >= k) continue;
+        for (int token = share.token; token < m; token += share.tokens()) {
             float square = 0.0f;
-            for (int s = 0; s < 1 << share_shift; ++s) square += squares[(token << share_shift) + s];
+#pragma unroll 1
+            for (int s = 0; s < 1 << share.shift; ++s) square += squares[(token << share.shift) + s];
             const float rstd = rsqrtf(square / static_cast<float>(k) + eps);
-            float value[8], gain[8];
-            const ptx::SharedAddress own = to + (token * to_pitch + place(v));
-            unpack<T, 8>(ptx::ld_shared_16(own), value);
-            unpack<T, 8>(ptx::ld_shared_16(weight + v * 16), gain);
+#pragma unroll 1
+            for (int v = share.element; v < vectors && 8 * (first + v) < k; v += share.elements()) {
+                float value[8], gain[8];
+                const ptx::SharedAddress own = to + (token * to_pitch + place(v));
+                unpack<T, 8>(ptx::ld_shared_16(own), value);
+                unpack<T, 8>(ptx::ld_shared_16(weight + v * 16), gain);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) value[e] = value[e] * rstd * (offset + gain[e]);
-            ptx::st_shared_16(own, pack<T, 8>(value));
+                for (int e = 0; e < 8; ++e) value[e] = value[e] * rstd * (offset + gain[e]);
+                ptx::st_shared_16(own, pack<T, 8>(value));
+            }
         }
     }
 };
 
+// What a sum is multiplied by, and what is added to it: first to the sum, then to the result.
+struct DecodeTerms {
+    float scale, bias, residual;
+};
+
+// Not inlined, like the activation below: rare code amid the common path takes long to fetch.
+__device__ __noinline__ DecodeTerms decode_terms(const float* scale, const void* bias, const void* residual, i64 scale_at,
+                                                 int row, i64 at, int types) {
+    DecodeTerms terms = {1.0f, 0.0f, 0.0f};
+    if (scale != nullptr) terms.scale = scale[scale_at];
+    if (bias != nullptr) terms.bias = skinny_load(bias, row, types & 15);
+    if (residual != nullptr) terms.residual = skinny_load(residual, at, types >> 4 & 15);
+    return terms;
+}
+
+__device__ __noinline__ float decode_activation(float x, int act) { return skinny_activation(x, act); }
+
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
 // each, `groups` of them, 0 if one serves all of k. `granule`: steps that parts of k and of warps are multiples of.
 template <typename Codes, typename Math, int TOKENS>
-__global__ void __launch_bounds__(32 * kDecodeWarps, 2)
+__global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
@@ -133,10 +148,11 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     using Rows = DecodeRows<Math, Warp::kParts>;
     constexpr int kOctetSums = 64 * TOKENS;
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
-    const bool gated = (flags & kDecodeGated) != 0, scaled = groups != 0;
+    const bool gated = (flags & kDecodeGated) != 0, scaled = Warp::kParts > 1 && groups != 0;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int columns = gated ? 4 : 8;  // results of an octet
+    const int parts_shift = 31 - __clz(static_cast<int>(gridDim.x));  // parts are a power of two
     const int pass_octets = static_cast<int>(pass_octets_);
     const int parts = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
     const int all_octets = (static_cast<int>(n) + columns - 1) / columns;
@@ -151,13 +167,11 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     constexpr int kGranule = Warp::kGroupSteps == 2 ? 2 : 1;
     const int granules = (k + kGranule * Warp::kDepth - 1) / (kGranule * Warp::kDepth);
     const int all_steps = (k + Warp::kDepth - 1) / Warp::kDepth;
-    const int block_begin = granules * rank / parts, block_end = granules * (rank + 1) / parts;
+    const int block_begin = granules * rank >> parts_shift, block_end = granules * (rank + 1) >> parts_shift;
     const int along_k = kDecodeWarps >> row_shift, warp_k = warp >> row_shift, warp_row = warp & (1 << row_shift) - 1;
-    const int begin = (block_begin + (block_end - block_begin) * warp_k / along_k) * kGranule;
-    const int end = min((block_begin + (block_end - block_begin) * (warp_k + 1) / along_k) * kGranule, all_steps);
-    const int units = (max(end - begin, 0) + kDecodeSteps - 1) / kDecodeSteps;  // of an octet
-    // Steps of a unit, as equal as possible.
-    const int unit_steps = units == 0 ? 0 : ((end - begin + units - 1) / units + kGranule - 1) / kGranule * kGranule;
+    const int k_shift = 3 - row_shift, block_granules = block_end - block_begin;
+    const int begin = (block_begin + (block_granules * warp_k >> k_shift)) * kGranule;
+    const int end = min((block_begin + (block_granules * (warp_k + 1) >> k_shift)) * kGranule, all_steps);
 
     const int slot_bytes = kDecodeSlotBytes + (scaled ? 4 * kDecodeScales : 0);
     const ptx::SharedAddress base = ptx::shared_address(memory), ring = base + warp * (kDecodeRing * slot_bytes);
@@ -172,8 +186,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
 
     int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;
     auto fetch = [&]() {
-        if (fetch_octet < octets && units != 0) {
-            const int count = min(unit_steps, end - fetch_at);
+        if (fetch_octet < octets && begin < end) {
+            const int count = min(kDecodeSteps, end - fetch_at);
             weights.fetch(ring + fetch_slot * slot_bytes, lane, first_octet + fetch_octet, fetch_at, count, fetch_at / Warp::kGroupSteps);
             fetch_at += count;
             if (fetch_at >= end) fetch_at = begin, fetch_octet += 1 << row_shift;
@@ -183,6 +197,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     };
     const bool constant = (flags & kConstantWeights) != 0;
     if (!constant) ptx::wait_for_previous();
+    ptx::launch_dependents();
 #pragma unroll 1
     for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
     if (norm_weight != nullptr) {
@@ -193,44 +208,29 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
             ptx::st_shared_16(ptx::shared_address(norm_in_shared) + v * 16, raw);
         }
     }
-    ptx::launch_dependents();
     if (constant) ptx::wait_for_previous();
 
+    const DecodeShare share(m);
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    // Result i of a pass is column i % width of token i / width.
-    struct Terms {
-        float scale, up_scale, bias, up_bias, residual;
+    const float* const row_scale = scaled ? nullptr : scale;
+    auto terms_of = [&](int token, int column, int row) {
+        const i64 scale_at = (flags & kScaleByRow) == 0 ? 0 : (row >> scale_shift) * scale_row;
+        return decode_terms(row_scale, bias, residual, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
     };
-    auto terms_of = [&](int token, int column) {
-        Terms terms = {1.0f, 1.0f, 0.0f, 0.0f, 0.0f};
-        if (column >= n) return terms;
-        if (scale != nullptr && !scaled) {
-            const bool by_row = (flags & kScaleByRow) != 0;
-            terms.scale = scale[by_row ? (column >> scale_shift) * scale_row : 0];
-            terms.up_scale = gated ? scale[by_row ? (column + n >> scale_shift) * scale_row : 0] : 1.0f;
-        }
-        if (bias != nullptr) {
-            terms.bias = skinny_load(bias, column, type(0));
-            if (gated) terms.up_bias = skinny_load(bias, column + n, type(0));
-        }
-        if (residual != nullptr) terms.residual = skinny_load(residual, token * residual_pitch + column, type(1));
-        return terms;
-    };
-    // Those of a thread's first result are loaded here, before they are needed.
-    Terms held;
+    // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
+    const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
+    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
+    auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
     {
-        const int width = min(pass_octets, octets) * columns, token = static_cast<int>(threadIdx.x) / width;
-        held = terms_of(min(token, m - 1), first_octet * columns + static_cast<int>(threadIdx.x) - token * width);
+        const int row = row_of(first_octet + share.element / 8, share.element % 8);
+        const int half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
+        if (has_terms && share.token < m && row < n) first_terms = terms_of(share.token, row, row + half);
     }
 
+    rows.copy(share, norm_weight != nullptr ? squares : nullptr);
     if (norm_weight != nullptr) {
-        const int share_shift = m == 1 ? 3 : m == 2 ? 2 : m <= 4 ? 1 : 0;
-        rows.copy_and_square(squares, share_shift);
         __syncthreads();
-        rows.normalize(squares, share_shift, ptx::shared_address(norm_in_shared), static_cast<float>(offset),
-                       static_cast<float>(eps));
-    } else {
-        rows.copy();
+        rows.normalize(share, squares, ptx::shared_address(norm_in_shared), static_cast<float>(offset), static_cast<float>(eps));
     }
     __syncthreads();
 
@@ -246,13 +246,13 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
             Warp own;
             own.clear();
 #pragma unroll 1
-            for (int at = begin; at < end; at += unit_steps) {
+            for (int at = begin; at < end; at += kDecodeSteps) {
                 ptx::cp_async_wait<kDecodeRing - 2>();
                 __syncwarp();
                 fetch();
                 const ptx::SharedAddress now = ring + slot * slot_bytes;
                 if (++slot == kDecodeRing) slot = 0;
-                const int count = min(unit_steps, end - at);
+                const int count = min(kDecodeSteps, end - at);
                 const int x_at = (at - first_step) * (2 * Warp::kDepth);
 #pragma unroll 2
                 for (int s = 0; s < count; ++s) {
@@ -272,43 +272,51 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         }
         auto of_warps = [&](int octet, int place) {
             float sum = 0.0f;
-#pragma unroll 1
+#pragma unroll 4
             for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * kOctetSums + place];
             return sum;
         };
-        const int share = (pass_octets + parts - 1) / parts;  // octets that a block finishes
+        const int finished = pass_octets + parts - 1 >> parts_shift;  // octets that a block finishes: every `parts`th
         if (parts > 1) {
             ptx::cluster_barrier();  // also: others have read what was sent in the last pass
-            for (int i = threadIdx.x; i < here * 8 * m; i += 32 * kDecodeWarps) {
-                const int octet = i / (8 * m), place = i - octet * 8 * m;
-                float* to = received + (rank * share + octet / parts) * kOctetSums + place;
-                ptx::st_cluster(ptx::shared_address(to), octet % parts, of_warps(octet, place));
-            }
+#pragma unroll 1
+            for (int token = share.token; token < m; token += share.tokens())
+#pragma unroll 1
+                for (int i = share.element; i < 8 * here; i += share.elements()) {
+                    const int octet = i / 8, place = token * 8 + i % 8;
+                    float* to = received + (rank * finished + (octet >> parts_shift)) * kOctetSums + place;
+                    ptx::st_cluster(ptx::shared_address(to), octet & parts - 1, of_warps(octet, place));
+                }
             ptx::cluster_barrier();
         } else {
             __syncthreads();
         }
-        auto whole = [&](int octet, int place) {
-            if (parts == 1) return of_warps(octet, place);
-            float sum = 0.0f;
+        // The whole warp calls this: lanes of a gate get the other factor from lanes of its counterpart.
 #pragma unroll 1
-            for (int p = 0; p < parts; ++p) sum += received[(p * share + octet / parts) * kOctetSums + place];
-            return sum;
-        };
-        const int width = here * columns;
-        for (int i = threadIdx.x; i < width * m; i += 32 * kDecodeWarps) {
-            const int token = i / width, inside = i - token * width, octet = inside / columns, c = inside % columns;
-            const int column = (first_octet + first) * columns + inside;
-            if (column >= n || (parts > 1 && octet % parts != rank)) continue;
-            const Terms terms = first == 0 && i == static_cast<int>(threadIdx.x) ? held : terms_of(token, column);
-            constexpr float kFactor = Warp::Weights::kFactor;
-            const float value = fmaf(whole(octet, token * 8 + c) * kFactor, terms.scale, terms.bias);
-            float up = 1.0f;
-            if (gated) up = fmaf(whole(octet, token * 8 + c + 4) * kFactor, terms.up_scale, terms.up_bias);
-            float result = skinny_activation(value, store.act);
-            if (gated) result *= up;
-            store.write(token * out_pitch + column, result + terms.residual);
-        }
+        for (int token = share.token; token < m; token += share.tokens())
+#pragma unroll 1
+            for (int from = share.element - lane; from < 8 * here; from += share.elements()) {
+                const int i = from + lane, octet = min(i / 8, here - 1), place = token * 8 + i % 8;
+                const int row = row_of(first_octet + first + octet, i % 8);
+                const bool exists = i < 8 * here && row < n && (octet & parts - 1) == rank;
+                float sum = 0.0f;
+                if (exists && parts == 1) sum = of_warps(octet, place);
+                if (exists && parts > 1) {
+#pragma unroll 1
+                    for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * kOctetSums + place];
+                }
+                DecodeTerms terms = first_terms;
+                if (has_terms && exists && (first != 0 || i != share.element || token != share.token))
+                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0));
+                float value = fmaf(sum * Warp::Weights::kFactor, terms.scale, terms.bias);
+                if (gated) {
+                    const float up = __shfl_down_sync(0xffffffffu, value, 4);
+                    value = decode_activation(value, store.act) * up;
+                } else if (store.act != kActNone) {
+                    value = decode_activation(value, store.act);
+                }
+                if (exists && !(gated && (i & 4) != 0)) store.write(token * out_pitch + row, value + terms.residual);
+            }
         if (parts == 1 && first + pass_octets < octets) __syncthreads();
     }
 }

@@ -14,16 +14,9 @@
 
 namespace rtk {
 
-#ifndef RTK_DECODE_STEPS
-#define RTK_DECODE_STEPS 6
-#endif
-#ifndef RTK_DECODE_RING
-#define RTK_DECODE_RING 3
-#endif
-
 inline constexpr int kDecodeWarps = 8;
-inline constexpr int kDecodeRing = RTK_DECODE_RING;    // slots of a warp
-inline constexpr int kDecodeSteps = RTK_DECODE_STEPS;  // of a slot; even
+inline constexpr int kDecodeRing = 3;   // slots of a warp
+inline constexpr int kDecodeSteps = 8;  // of a slot; even. Shorter stretches of rows take up to twice as long (H200)
 inline constexpr int kDecodeRowBytes = 64 * kDecodeSteps;
 inline constexpr int kDecodeSlotBytes = 8 * kDecodeRowBytes;
 inline constexpr int kDecodeScales = 64;  // of a slot

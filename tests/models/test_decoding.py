@@ -14,9 +14,14 @@ from support.tiny_models import build, tokens
 
 from rtkernels.models import decoding
 from rtkernels.models.served import ServedLinear
-from rtkernels.ops.gemm import decode_linear
+from rtkernels.ops.gemm import decode_linear, decode_plan
 
 pytestmark = pytest.mark.one_in(3)  # whole models: a second each
+
+
+@pytest.fixture(autouse=True)
+def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MAX_ROWS", decode_plan.MAX_ROWS)
 
 
 def _generated(model, batch: int = 3, **options):

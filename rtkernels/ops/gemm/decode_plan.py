@@ -19,7 +19,7 @@ MAX_ROWS = 16
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
 _RING = 3  # slots of a warp
-_STEPS = 6  # of 64 bytes, of a slot
+_STEPS = 8  # of 64 bytes, of a slot
 _SCALES = 64  # of a slot
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _PASS = 64  # octets of a pass, times warps along k
@@ -34,7 +34,7 @@ _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _CONSTANT, _SIGNED, _BY_ROW = 1, 2, 4, 8
 
 KERNEL = Kernel(
-    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=128, tier="serve",
+    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
     "octets_:i64 row_shift_:i64 pass_octets_:i64 flags:i64 types:i64 eps:f64 offset:f64",
