@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from support import pieces
+from support import kernel_structs, pieces
 from support.places import CEILINGS_ARE_FOR, allowed_spills, compiled_for
 
 from rtkernels.runtime import targets
@@ -150,6 +150,29 @@ def test_many_arguments_are_one_struct() -> None:
     assert not gone, f"remove {', '.join(gone)} from STILL_SEPARATE"
 
 
+def test_members_of_a_struct_are_those_of_its_bases_then_its_own() -> None:
+    text = """
+inline constexpr int kDims = 2;
+template <typename T>
+struct Pointers {
+    const T *x, *y;
+    T* out;
+};
+struct Sizes {
+    i64 n[kDims], rows;  // of the input
+
+    RTK_DEVICE i64 all() const { return rows; }
+};
+template <typename T>
+struct Arguments : Pointers<T> {
+    Sizes sizes;
+    double eps;
+};
+"""
+    wanted = ["const T* x", "const T* y", "T* out", "i64 n0", "i64 n1", "i64 rows", "double eps"]
+    assert kernel_structs.members(text, "Arguments<T>") == wanted
+
+
 @pytest.mark.every_op
 def test_kernel_parameters_match_their_records() -> None:
     """The packed argument buffer is read by position: a record that is one off would shift every argument.
@@ -169,6 +192,6 @@ def test_kernel_parameters_match_their_records() -> None:
         if kernel.struct:
             maps, _, struct = listed.rpartition("const __grid_constant__ ")
             assert struct, f"{kernel!r} has struct=True, but cuda_src/{kernel.unit} has {listed}"
-            listed = maps + ", ".join(pieces.struct_members(text, struct.rpartition(" ")[0]))
+            listed = maps + ", ".join(kernel_structs.members(text, struct.rpartition(" ")[0]))
         problem = pieces.parameters(kernel, [part.strip() for part in listed.split(",")])
         assert not problem, problem

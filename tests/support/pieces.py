@@ -182,29 +182,6 @@ def parameters(kernel: Any, given: list[str]) -> str:
     return ""
 
 
-def struct_members(text: str, struct: str) -> list[str]:
-    """Return the parameters that the members of a struct stand for: those of its bases first, nested structs inline."""
-    head = rf"struct {struct.partition('<')[0]}(?: : (?P<bases>[^{{]*))? {{"
-    found = re.search(rf"{head}(?P<body>.*?)^}};", text, re.M | re.S)
-    if found is None:
-        return [f"no struct {struct}"]
-    bases = re.findall(r"\w+", re.sub(r"<.*?>", "", found["bases"] or ""))
-    members = [member for base in bases for member in struct_members(text, base)]
-    # Methods and what follows the first of them are no members.
-    plain = re.split(r"\n\n|RTK_DEVICE", found["body"])[0]
-    for declaration in re.sub(r"//.*", "", plain).split(";")[:-1]:
-        declaration = " ".join(declaration.split())
-        kind = re.match(r"(?:const )?[\w:]+(?:<[^>]*>)?", declaration)[0]
-        for name in declaration[len(kind) :].split(","):
-            star, word, size = re.fullmatch(r"\s*(\*?)\s*(\w+)(?:\[(\w+)\])?", name).groups()
-            if kind in ("i64", "double") or star:
-                numbers = range(int(re.search(rf"\b{size} = (\d+);", text)[1])) if size else [""]
-                members += [f"{kind}{star} {word}{number}" for number in numbers]
-            else:
-                members += struct_members(text, kind)
-    return members
-
-
 def _is_of_kind(parameter: str, kind: str) -> bool:
     words = parameter.replace("*", " * ").split()
     if kind == "tmap":
