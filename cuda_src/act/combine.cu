@@ -35,82 +35,92 @@ constexpr int combine_registers(int format, bool aligned, int bytes) {
     return format == kFp4Output ? 168 : format == kByteOutput ? 128 : 96;
 }
 
+struct CombineArguments {
+    const void *x, *add0, *add1, *mul0, *mul1, *base0, *base1;
+    const float* quant_scale;
+    u32* amax;
+    const float* factor;
+    void *out, *kept, *scale_out;
+    float* global_out;
+    i64 rows, cols, x_stride, add0_stride, add0_each, add1_stride, add1_each, mul0_stride, mul0_each, mul1_stride,
+        mul1_each, base0_stride, base0_each, base1_stride, base1_each, threads_per_row, slices, slice_cols, flags,
+        quant, act;
+    double number, floor, alpha;
+};
+
 template <typename T, int FORMAT, bool ALIGNED>
 __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
-    combine(const void* x, const void* add0, const void* add1, const void* mul0, const void* mul1, const void* base0,
-            const void* base1, const float* quant_scale, u32* amax, const float* factor, void* out, void* kept,
-            void* scale_out, float* global_out, i64 rows, i64 cols, i64 x_stride, i64 add0_stride, i64 add0_each,
-            i64 add1_stride, i64 add1_each, i64 mul0_stride, i64 mul0_each, i64 mul1_stride, i64 mul1_each,
-            i64 base0_stride, i64 base0_each, i64 base1_stride, i64 base1_each, i64 threads_per_row, i64 slices,
-            i64 slice_cols, i64 flags, i64 quant, i64 act, double number, double floor, double alpha) {
+    combine(const __grid_constant__ CombineArguments args) {
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr bool kFast = sizeof(T) < 4;
     ptx::wait_for_previous();
     ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
-    const RowGroup group(threads_per_row);
-    const i64 row_block = slices == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(slices);
+    const RowGroup group(args.threads_per_row);
+    const i64 row_block = args.slices == 1 ? blockIdx.x : blockIdx.x / static_cast<u32>(args.slices);
     const i64 row = row_block * group.count + group.index;
-    const i64 end = row < rows ? cols : 0;
+    const i64 end = row < args.rows ? args.cols : 0;
     constexpr bool aligned16 = ALIGNED;
-    RowOutput<T, FORMAT, ALIGNED> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
-    const i64 begin = (blockIdx.x - row_block * slices) * slice_cols;
-    const i64 stop = slices == 1 ? output.span() : min(output.span(), begin + slice_cols);
-    const float times = static_cast<float>(alpha) * (factor != nullptr ? *factor : 1.0f);
+    RowOutput<T, FORMAT, ALIGNED> output(args.out, args.kept, args.scale_out, args.global_out, args.quant_scale,
+                                         args.amax, args.cols, args.quant, args.number, args.floor);
+    const i64 begin = (blockIdx.x - row_block * args.slices) * args.slice_cols;
+    const i64 stop = args.slices == 1 ? output.span() : min(output.span(), begin + args.slice_cols);
+    const float times = static_cast<float>(args.alpha) * (args.factor != nullptr ? *args.factor : 1.0f);
     // Operands are read one after the other; those of the first columns are prefetched meanwhile.
     auto come_nearer = [&](const void* p, i64 stride, i64 each, i64 fp32) {
         const i64 column = begin + group.thread * N;
         if (p == nullptr || column >= end) return;
-        const i64 bytes = sizeof(T) == 4 || (flags & fp32) ? 4 : 2;
+        const i64 bytes = sizeof(T) == 4 || (args.flags & fp32) ? 4 : 2;
         ptx::prefetch_l2(static_cast<const u8*>(p) + (operand_row(row, stride, each) + column) * bytes);
     };
-    come_nearer(mul0, mul0_stride, mul0_each, kMul0Fp32);
-    come_nearer(base0, base0_stride, base0_each, kBase0Fp32);
+    come_nearer(args.mul0, args.mul0_stride, args.mul0_each, kMul0Fp32);
+    come_nearer(args.base0, args.base0_stride, args.base0_each, kBase0Fp32);
 
     auto make_y = [&](i64 column, int valid, float(&y)[N]) {
         float v[N], up[N];
         auto load = [&](const void* p, i64 stride, i64 each, i64 fp32, float(&to)[N]) {
-            load_either<T, N>(p, operand_row(row, stride, each) + column, flags & fp32, valid, aligned16, to);
+            load_either<T, N>(p, operand_row(row, stride, each) + column, args.flags & fp32, valid, aligned16, to);
         };
-        if (flags & kInterleaved) {
+        if (args.flags & kInterleaved) {
             float both[2 * N];
-            load_either<T, 2 * N>(x, row * x_stride + 2 * column, flags & kXFp32, 2 * valid, aligned16, both);
+            load_either<T, 2 * N>(args.x, row * args.x_stride + 2 * column, args.flags & kXFp32, 2 * valid, aligned16,
+                                  both);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = both[2 * i], up[i] = both[2 * i + 1];
         } else {
-            load(x, x_stride, 1, kXFp32, y);
-            if (mul0 != nullptr) load(mul0, mul0_stride, mul0_each, kMul0Fp32, up);
+            load(args.x, args.x_stride, 1, kXFp32, y);
+            if (args.mul0 != nullptr) load(args.mul0, args.mul0_stride, args.mul0_each, kMul0Fp32, up);
         }
-        if (add0 != nullptr) {
-            load(add0, add0_stride, add0_each, kAdd0Fp32, v);
+        if (args.add0 != nullptr) {
+            load(args.add0, args.add0_stride, args.add0_each, kAdd0Fp32, v);
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] += flags & kSubtract ? -v[i] : v[i];
+            for (int i = 0; i < N; ++i) y[i] += args.flags & kSubtract ? -v[i] : v[i];
         }
-        if (add1 != nullptr) {
-            load(add1, add1_stride, add1_each, kAdd1Fp32, v);
+        if (args.add1 != nullptr) {
+            load(args.add1, args.add1_stride, args.add1_each, kAdd1Fp32, v);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] += v[i];
         }
-        activate_any<kFast, FORMAT == kPlainOutput>(static_cast<int>(act), flags & kSlope, y);
-        if (mul0 != nullptr || (flags & kInterleaved)) {
+        activate_any<kFast, FORMAT == kPlainOutput>(static_cast<int>(args.act), args.flags & kSlope, y);
+        if (args.mul0 != nullptr || (args.flags & kInterleaved)) {
 #pragma unroll
-            for (int i = 0; i < N; ++i) y[i] *= act == kSwigluOai ? partner<SwigluOai>(up[i]).value : up[i];
+            for (int i = 0; i < N; ++i) y[i] *= args.act == kSwigluOai ? partner<SwigluOai>(up[i]).value : up[i];
         }
-        if (mul1 != nullptr) {
-            load(mul1, mul1_stride, mul1_each, kMul1Fp32, v);
+        if (args.mul1 != nullptr) {
+            load(args.mul1, args.mul1_stride, args.mul1_each, kMul1Fp32, v);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] *= v[i];
         }
-        if (base0 != nullptr) {
-            load(base0, base0_stride, base0_each, kBase0Fp32, v);
+        if (args.base0 != nullptr) {
+            load(args.base0, args.base0_stride, args.base0_each, kBase0Fp32, v);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] = fmaf(y[i], times, v[i]);
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] *= times;
         }
-        if (base1 != nullptr) {
-            load(base1, base1_stride, base1_each, kBase1Fp32, v);
+        if (args.base1 != nullptr) {
+            load(args.base1, args.base1_stride, args.base1_each, kBase1Fp32, v);
 #pragma unroll
             for (int i = 0; i < N; ++i) y[i] += v[i];
         }
@@ -118,7 +128,7 @@ __global__ void __maxnreg__(combine_registers(FORMAT, ALIGNED, sizeof(T)))
         for (int i = 0; i < N; ++i) y[i] = i < valid ? y[i] : 0.0f;  // sigmoid(0) is not
     };
 
-    output.finish(group, scratch, 0, row, row < rows, end, begin, stop, amax, make_y);
+    output.finish(group, scratch, 0, row, row < args.rows, end, begin, stop, args.amax, make_y);
 }
 
 // Roles of p and q in `combine_three`: bits 8 to 10, and 11 to 13, of its flags.

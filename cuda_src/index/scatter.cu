@@ -15,37 +15,46 @@ namespace rtk {
 
 inline constexpr int kScatterUnits = 4;
 
+struct ScatterArguments {
+    u8* out;
+    const u8* source;
+    const void *first_index, *second_index;
+    i64 value, units, from_end, first_n, first_stride, first_int64, second_n, second_stride, second_int64, size1,
+        size2, size3, divider1, divider2, divider3, out0, out1, out2, out3, source0, source1, source2, source3,
+        first0, first1, first2, first3, second0, second1, second2, second3;
+};
+
 template <int BYTES, int INDICES>
 __global__ void __launch_bounds__(256)
-    scatter_units(u8* out, const u8* source, const void* first_index, const void* second_index, i64 value, i64 units,
-                  i64 from_end, i64 first_n, i64 first_stride, i64 first_int64, i64 second_n, i64 second_stride,
-                  i64 second_int64, i64 size1, i64 size2, i64 size3, i64 divider1, i64 divider2, i64 divider3, i64 out0,
-                  i64 out1, i64 out2, i64 out3, i64 source0, i64 source1, i64 source2, i64 source3, i64 first0,
-                  i64 first1, i64 first2, i64 first3, i64 second0, i64 second1, i64 second2, i64 second3) {
+    scatter_units(const __grid_constant__ ScatterArguments args) {
     const i64 begin = static_cast<i64>(blockIdx.x) * (256 * kScatterUnits) + threadIdx.x;
     i64 to[kScatterUnits];
     Raw<BYTES> raw[kScatterUnits];
 #pragma unroll
     for (int k = 0; k < kScatterUnits; ++k) {
         const i64 at = begin + k * 256;
-        if (at >= units) break;
-        const Coordinates c = coordinates_at(at, size1, size2, size3, divider1, divider2, divider3);
-        const i64 first = index_at(first_index, c.dot(first0, first1, first2, first3), first_int64);
-        to[k] = c.dot(out0, out1, out2, out3) + checked_index(first, from_end, first_n) * first_stride;
+        if (at >= args.units) break;
+        const Coordinates c = coordinates_at(at, args.size1, args.size2, args.size3, args.divider1, args.divider2,
+                                             args.divider3);
+        const i64 first = index_at(args.first_index, c.dot(args.first0, args.first1, args.first2, args.first3),
+                                   args.first_int64);
+        to[k] = c.dot(args.out0, args.out1, args.out2, args.out3);
+        to[k] += checked_index(first, args.from_end, args.first_n) * args.first_stride;
         if constexpr (INDICES == 2) {
-            const i64 second = index_at(second_index, c.dot(second0, second1, second2, second3), second_int64);
-            to[k] += checked_index(second, from_end, second_n) * second_stride;
+            const i64 at_second = c.dot(args.second0, args.second1, args.second2, args.second3);
+            const i64 second = index_at(args.second_index, at_second, args.second_int64);
+            to[k] += checked_index(second, args.from_end, args.second_n) * args.second_stride;
         }
-        if (source != nullptr) {
-            raw[k] = ptx::ld_keep<BYTES>(source + c.dot(source0, source1, source2, source3));
+        if (args.source != nullptr) {
+            raw[k] = ptx::ld_keep<BYTES>(args.source + c.dot(args.source0, args.source1, args.source2, args.source3));
         } else {
-            raw[k].w[0] = static_cast<u32>(value);
-            if constexpr (BYTES == 8) raw[k].w[1] = static_cast<u32>(static_cast<u64>(value) >> 32);
+            raw[k].w[0] = static_cast<u32>(args.value);
+            if constexpr (BYTES == 8) raw[k].w[1] = static_cast<u32>(static_cast<u64>(args.value) >> 32);
         }
     }
 #pragma unroll
     for (int k = 0; k < kScatterUnits; ++k)
-        if (begin + k * 256 < units) ptx::st<BYTES>(out + to[k], raw[k]);
+        if (begin + k * 256 < args.units) ptx::st<BYTES>(args.out + to[k], raw[k]);
 }
 
 }  // namespace rtk

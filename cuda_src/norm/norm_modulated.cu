@@ -96,14 +96,24 @@ constexpr int norm_registers(int format, bool aligned) {
     return format == kFp4Output || !aligned ? 128 : 64;
 }
 
+template <typename T>
+struct ModulatedArguments {
+    const T *x, *residual;
+    const void *gate, *bias, *weight, *norm_bias, *scale, *shift, *channel_scale;
+    const float* quant_scale;
+    u32* amax;
+    void* out;
+    T* residual_out;
+    void *kept, *scale_out;
+    float* global_out;
+    i64 rows, cols, x_stride, residual_stride, gate_stride, gate_each, scale_stride, scale_each, shift_stride,
+        shift_each, threads_per_row, flags, quant;
+    double eps, offset, number, floor;
+};
+
 template <typename T, int FORMAT, bool ALIGNED>
 __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
-    norm_modulated(const T* x, const T* residual, const void* gate, const void* bias, const void* weight,
-                   const void* norm_bias, const void* scale, const void* shift, const void* channel_scale,
-                   const float* quant_scale, u32* amax, void* out, T* residual_out, void* kept, void* scale_out,
-                   float* global_out, i64 rows, i64 cols, i64 x_stride, i64 residual_stride, i64 gate_stride, i64 gate_each,
-                   i64 scale_stride, i64 scale_each, i64 shift_stride, i64 shift_each, i64 threads_per_row, i64 flags,
-                   i64 quant, double eps, double offset, double number, double floor) {
+    norm_modulated(const __grid_constant__ ModulatedArguments<T> args) {
     constexpr int N = kPerThread<T, FORMAT>;
     constexpr int kEach = 16 / sizeof(T);  // elements in 16 bytes
     extern __shared__ __align__(16) u8 memory[];
@@ -111,25 +121,30 @@ __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
     ptx::launch_dependents();
     __shared__ GroupScratch<1> scratch;
     __shared__ GroupScratch<2> pair_scratch;
-    const RowGroup group(threads_per_row);
+    const RowGroup group(args.threads_per_row);
     const i64 row = static_cast<i64>(blockIdx.x) * group.count + group.index;
-    const i64 end = row < rows ? cols : 0;
+    const i64 end = row < args.rows ? args.cols : 0;
     const i64 pitch = static_cast<i64>(group.threads) * N;
     constexpr bool aligned16 = ALIGNED;
-    const bool in_shared = flags & kInShared;
-    RowOutput<T, FORMAT, ALIGNED> output(out, kept, scale_out, global_out, quant_scale, amax, cols, quant, number, floor);
-    const bool stores_h = residual_out != nullptr && !output.amax_only();
-    NormOperands in{{x, residual, gate, bias, weight, norm_bias, scale, shift, channel_scale},
-                    {row * x_stride, row * residual_stride, modulation_row(row, gate_stride, gate_each), 0, 0, 0,
-                     modulation_row(row, scale_stride, scale_each), modulation_row(row, shift_stride, shift_each), 0},
-                    static_cast<float>(offset)};
-    const bool centred = flags & kCentred;
+    const bool in_shared = args.flags & kInShared;
+    RowOutput<T, FORMAT, ALIGNED> output(args.out, args.kept, args.scale_out, args.global_out, args.quant_scale,
+                                         args.amax, args.cols, args.quant, args.number, args.floor);
+    const bool stores_h = args.residual_out != nullptr && !output.amax_only();
+    NormOperands in{{args.x, args.residual, args.gate, args.bias, args.weight, args.norm_bias, args.scale, args.shift,
+                     args.channel_scale},
+                    {row * args.x_stride, row * args.residual_stride,
+                     modulation_row(row, args.gate_stride, args.gate_each), 0, 0, 0,
+                     modulation_row(row, args.scale_stride, args.scale_each),
+                     modulation_row(row, args.shift_stride, args.shift_each), 0},
+                    static_cast<float>(args.offset)};
+    const bool centred = args.flags & kCentred;
     const i64 span = output.span(), stretches = (span + pitch - 1) / pitch;
     const ptx::SharedAddress row_memory =
         ptx::shared_address(memory) + static_cast<u32>(group.index * stretches * pitch * sizeof(T));
     auto get_at = [&](i64 column, int valid) {
         return [&, column, valid](int which, float(&to)[N]) {
-            load_either<T, N>(in.p[which], in.first[which] + column, which >= kGate && (flags & kFp32 << (which - kGate)), valid,
+            load_either<T, N>(in.p[which], in.first[which] + column,
+                              which >= kGate && (args.flags & kFp32 << (which - kGate)), valid,
                               aligned16, to);
         };
     };
@@ -147,7 +162,8 @@ __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
 #pragma unroll
             for (int k = 0; k < kEach; ++k) h[i + k] = part[k];
         }
-        if (stores_h && valid > 0) store_elements<T, N>(residual_out + row * cols + column, valid, aligned16, h);
+        if (stores_h && valid > 0)
+            store_elements<T, N>(args.residual_out + row * args.cols + column, valid, aligned16, h);
     };
     auto find_h = [&](i64 column, int valid, float(&h)[N]) {
         if (in_shared) {
@@ -164,7 +180,7 @@ __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
                 Raw<sizeof(T)> raw;
                 clear(raw);
                 if (i < valid) {
-                    const T own = residual_out[row * cols + column + i];
+                    const T own = args.residual_out[row * args.cols + column + i];
                     if constexpr (sizeof(T) == 4) {
                         raw.w[0] = __float_as_uint(own);
                     } else {
@@ -189,12 +205,13 @@ __global__ void __maxnreg__(norm_registers(FORMAT, ALIGNED))
         }
     };
     const RowStatistics of_row = row_statistics<N>(
-        centred, cols, eps, group, scratch, pair_scratch, [&](auto use) { for_all(make_h, use); },
+        centred, args.cols, args.eps, group, scratch, pair_scratch, [&](auto use) { for_all(make_h, use); },
         [&](auto use) { for_all(find_h, use); });
-    output.finish(group, scratch, 1, row, row < rows, end, 0, span, amax, [&](i64 column, int valid, float(&y)[N]) {
+    auto make_y = [&](i64 column, int valid, float(&y)[N]) {
         find_h(column, valid, y);
         modulated<N>(in, of_row, valid, get_at(column, valid), y);
-    });
+    };
+    output.finish(group, scratch, 1, row, row < args.rows, end, 0, span, args.amax, make_y);
 }
 
 }  // namespace rtk

@@ -9,12 +9,6 @@
 #include "pointwise/element.cuh"
 
 #define RTK_NUMBERS i64 na, i64 nb, i64 nd, i64 s0, i64 s1, i64 s2, i64 s3
-#define RTK_SIZES i64 n0, i64 n1, i64 n2, i64 n3, i64 n4, i64 n5
-#define RTK_DIVISORS i64 q0, i64 q1, i64 q2, i64 q3, i64 q4, i64 q5
-#define RTK_OUT_STRIDES i64 o0, i64 o1, i64 o2, i64 o3, i64 o4, i64 o5
-#define RTK_A_STRIDES i64 a0, i64 a1, i64 a2, i64 a3, i64 a4, i64 a5
-#define RTK_B_STRIDES i64 b0, i64 b1, i64 b2, i64 b3, i64 b4, i64 b5
-#define RTK_D_STRIDES i64 d0, i64 d1, i64 d2, i64 d3, i64 d4, i64 d5
 
 namespace rtk {
 
@@ -210,9 +204,21 @@ struct Strides {
     }
 };
 
-#define RTK_STRIDES(INDEX64)                                                                                    \
-    const Strides<INDEX64> strides = {{n0, n1, n2, n3, n4, n5}, {q0, q1, q2, q3, q4, q5}, {o0, o1, o2, o3, o4, o5}, \
-                                      {a0, a1, a2, a3, a4, a5}, {b0, b1, b2, b3, b4, b5}, {d0, d1, d2, d3, d4, d5}}
+// The first arguments of the kernels for operands with strides.
+template <typename O, typename A, typename B, typename D, bool INDEX64>
+struct StridedOperands {
+    O* out;
+    const A* a;
+    const B* b;
+    const D* d;
+    i64 na, nb, nd, s0, s1, s2, s3;
+    Strides<INDEX64> strides;
+};
+
+template <typename O, typename A, typename B, typename D, bool INDEX64>
+struct StridedArguments : StridedOperands<O, A, B, D, INDEX64> {
+    i64 count, dims, steps, vectors;
+};
 
 // N elements per index, kInFlight indices per thread: `count` indices in the order of the output.
 template <typename F, typename T, typename O, typename A, typename B, typename D, int N, int kInFlight, bool INDEX64>
@@ -244,15 +250,15 @@ RTK_DEVICE void strided_elements(O* out, const A* a, const B* b, const D* d, i64
 // INDEX64: more than 2^31 of them, too many for divisors. Blocks own 2 * 256 vectors or 4 * 256 elements.
 template <typename F, typename T, typename O, typename A, typename B, typename D, bool INDEX64>
 __global__ void __launch_bounds__(kPointwiseThreads)
-    pointwise_strided(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
-                      RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 count, i64 dims, i64 steps, i64 vectors) {
-    const Scalars<T> s(s0, s1, s2, s3);
-    RTK_STRIDES(INDEX64);
-    if (vectors != 0) {
-        strided_elements<F, T, O, A, B, D, kVector<O, A>, 2>(out, a, b, d, na, nb, nd, s, strides, count, steps,
-                                                            static_cast<int>(dims));
+    pointwise_strided(const __grid_constant__ StridedArguments<O, A, B, D, INDEX64> args) {
+    const Scalars<T> s(args.s0, args.s1, args.s2, args.s3);
+    const int dims = static_cast<int>(args.dims);
+    if (args.vectors != 0) {
+        strided_elements<F, T, O, A, B, D, kVector<O, A>, 2>(args.out, args.a, args.b, args.d, args.na, args.nb, args.nd,
+                                                            s, args.strides, args.count, args.steps, dims);
     } else {
-        strided_elements<F, T, O, A, B, D, 1, 4>(out, a, b, d, na, nb, nd, s, strides, count, 0, static_cast<int>(dims));
+        strided_elements<F, T, O, A, B, D, 1, 4>(args.out, args.a, args.b, args.d, args.na, args.nb, args.nd, s,
+                                                 args.strides, args.count, 0, dims);
     }
 }
 

@@ -90,20 +90,32 @@ RTK_DEVICE void several_elements(O* r0, P* r1, Q* r2, const A* a, const B* b, co
     }
 }
 
+template <typename O, typename P, typename Q, typename A, typename B, typename D, bool INDEX64>
+struct SeveralArguments {
+    O* r0;
+    P* r1;
+    Q* r2;
+    const A* a;
+    const B* b;
+    const D* d;
+    i64 na, nb, nd, s0, s1, s2, s3;
+    Strides<INDEX64> strides;
+    i64 count, dims, steps, vectors;
+};
+
 template <RTK_SEVERAL_TYPES, bool INDEX64>
 __global__ void __launch_bounds__(kPointwiseThreads)
-    several_strided(O* r0, P* r1, Q* r2, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS,
-                    RTK_OUT_STRIDES, RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 count, i64 dims, i64 steps,
-                    i64 vectors) {
-    const Scalars<T> s(s0, s1, s2, s3);
-    RTK_STRIDES(INDEX64);
-    if (vectors != 0) {
+    several_strided(const __grid_constant__ SeveralArguments<O, P, Q, A, B, D, INDEX64> args) {
+    const Scalars<T> s(args.s0, args.s1, args.s2, args.s3);
+    const int dims = static_cast<int>(args.dims);
+    if (args.vectors != 0) {
         constexpr int N = kVectorOfSeveral<O, P, Q, A>;
-        several_elements<F0, F1, F2, T, O, P, Q, A, B, D, N, 2>(r0, r1, r2, a, b, d, na, nb, nd, s, strides, count, steps,
-                                                               static_cast<int>(dims));
+        several_elements<F0, F1, F2, T, O, P, Q, A, B, D, N, 2>(args.r0, args.r1, args.r2, args.a, args.b, args.d, args.na,
+                                                               args.nb, args.nd, s, args.strides, args.count,
+                                                               args.steps, dims);
     } else {
-        several_elements<F0, F1, F2, T, O, P, Q, A, B, D, 1, 4>(r0, r1, r2, a, b, d, na, nb, nd, s, strides, count, 0,
-                                                               static_cast<int>(dims));
+        several_elements<F0, F1, F2, T, O, P, Q, A, B, D, 1, 4>(args.r0, args.r1, args.r2, args.a, args.b, args.d, args.na,
+                                                               args.nb, args.nd, s, args.strides, args.count, 0, dims);
     }
 }
 

@@ -50,6 +50,11 @@ inline constexpr int kSquareBlocks =
 
 struct Copy;
 
+template <typename O, typename A, typename B, typename D>
+struct SquaresArguments : StridedOperands<O, A, B, D, true> {
+    i64 dims, steps, tiles_x, tiles_y;
+};
+
 // Operand TILED (0: a, 1: b, 2: d), of 2 or 4 bytes, is contiguous in dimension 1, the others and the output in
 // dimension 0, or constant there (`steps` has a bit for each that is not). A block owns a tile of 128 x 128 or 64 x 64
 // elements. A thread transposes a square of 16 x 16 bytes (layout/transpose_tile.cuh), then computes as many vectors,
@@ -58,40 +63,47 @@ struct Copy;
 // and as many elements of the others. Threads: 256.
 template <typename F, typename T, typename O, typename A, typename B, typename D, int TILED>
 __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename TiledOperand<A, B, D, TILED>::Type, F::kInputs>)
-    pointwise_squares(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
-                      RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 steps, i64 tiles_x, i64 tiles_y) {
+    pointwise_squares(const __grid_constant__ SquaresArguments<O, A, B, D> args) {
     constexpr int S = sizeof(typename TiledOperand<A, B, D, TILED>::Type), kInputs = F::kInputs;
     using Shape = Squares<S>;
     constexpr int N = Shape::N;
     static_assert(Shape::kThreads == kPointwiseThreads && Shape::kAcross == Shape::kDown, "square tiles of 256 threads");
     __shared__ __align__(16) u8 memory[Shape::kBytes];
-    const Scalars<T> s(s0, s1, s2, s3);
-    RTK_STRIDES(true);
-    const TileCorner corner = TileCorner::of_block<kInputs>(strides, dims, tiles_x, tiles_y, Shape::kRows, Shape::kCols);
+    const Scalars<T> s(args.s0, args.s1, args.s2, args.s3);
+    const Strides<true>& strides = args.strides;
+    const A* a = args.a;
+    const B* b = args.b;
+    const D* d = args.d;
+    const TileCorner corner = TileCorner::of_block<kInputs>(strides, args.dims, args.tiles_x, args.tiles_y, Shape::kRows,
+                                                            Shape::kCols);
     const int width = static_cast<int>(min(corner.width, static_cast<i64>(Shape::kRows)));
     const int height = static_cast<int>(min(corner.height, static_cast<i64>(Shape::kCols)));
     const int low = static_cast<int>(threadIdx.x) % Shape::kAcross, high = static_cast<int>(threadIdx.x) / Shape::kAcross;
     Raw<16> square[N];
     const int rows = low * N < height ? width - high * N : 0;
-    if constexpr (TILED == 0) load_square<S>(square, a + corner.at.a + high * N * a0 + low * N, a0, rows);
-    if constexpr (TILED == 1) load_square<S>(square, b + corner.at.b + high * N * b0 + low * N, b0, rows);
-    if constexpr (TILED == 2) load_square<S>(square, d + corner.at.d + high * N * d0 + low * N, d0, rows);
+    if constexpr (TILED == 0) load_square<S>(square, a + corner.at.a + high * N * strides.a[0] + low * N,
+                                             strides.a[0], rows);
+    if constexpr (TILED == 1) load_square<S>(square, b + corner.at.b + high * N * strides.b[0] + low * N,
+                                             strides.b[0], rows);
+    if constexpr (TILED == 2) load_square<S>(square, d + corner.at.d + high * N * strides.d[0] + low * N,
+                                             strides.d[0], rows);
     // The tiled operand is not loaded again: a null pointer makes it a number, which the tile's values replace.
-    const A* pa = TILED == 0 || a == nullptr ? nullptr : a + corner.at.a + low * N * a0 + high * a1;
-    const B* pb = TILED == 1 || b == nullptr ? nullptr : b + corner.at.b + low * N * b0 + high * b1;
-    const D* pd = TILED == 2 || d == nullptr ? nullptr : d + corner.at.d + low * N * d0 + high * d1;
+    const A* pa = TILED == 0 || a == nullptr ? nullptr : a + corner.at.a + low * N * strides.a[0] + high * strides.a[1];
+    const B* pb = TILED == 1 || b == nullptr ? nullptr : b + corner.at.b + low * N * strides.b[0] + high * strides.b[1];
+    const D* pd = TILED == 2 || d == nullptr ? nullptr : d + corner.at.d + low * N * strides.d[0] + high * strides.d[1];
     Operands<F, T, A, B, D, N> in[N];
     constexpr int kInFlight = 4;  // lines; eight of 2-byte types would take the registers of a third block
     const int lines = low * N < width ? height - high : 0;
     const auto fetch_line = [&](int k) {
         const int line = k * Shape::kAcross;
-        if (line < lines) in[k].fetch(pa, pb, pd, line * a1, line * b1, line * d1, steps);
+        if (line < lines) in[k].fetch(pa, pb, pd, line * strides.a[1], line * strides.b[1], line * strides.d[1],
+                                      args.steps);
     };
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) fetch_line(k);
     stage_square<S>(square, low, high, memory);
     __syncthreads();
-    O* to = out + corner.at.out + low * N + high * o1;
+    O* to = args.out + corner.at.out + low * N + high * strides.o[1];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         if (k > 0 && k + kInFlight - 1 < N) fetch_line(k + kInFlight - 1);
@@ -100,16 +112,16 @@ __global__ void __launch_bounds__(kPointwiseThreads, kSquareBlocks<typename Tile
             const Raw<16>& unit = staged_unit<S>(memory, high + line, low);
             if constexpr (is_same<F, Copy>::value && is_same<O, A>::value) {
                 ptx::st<16>(to, unit);
-                to += Shape::kAcross * o1;
+                to += Shape::kAcross * strides.o[1];
                 continue;
             }
-            in[k].unpack_fetched(pa, pb, pd, na, nb, nd);
+            in[k].unpack_fetched(pa, pb, pd, args.na, args.nb, args.nd);
             if constexpr (TILED == 0) in[k].a.raw.part[0] = unit, in[k].a.unpack_fetched();
             if constexpr (TILED == 1) in[k].b.raw.part[0] = unit, in[k].b.unpack_fetched();
             if constexpr (TILED == 2) in[k].d.raw.part[0] = unit, in[k].d.unpack_fetched();
             in[k].store(to, s);
         }
-        to += Shape::kAcross * o1;
+        to += Shape::kAcross * strides.o[1];
     }
 }
 
@@ -120,21 +132,29 @@ struct TileSource {
     i64 step0, step1;
 };
 
+template <typename O, typename A, typename B, typename D>
+struct TransposedArguments : StridedOperands<O, A, B, D, true> {
+    i64 dims, tiles, tiles_x, tiles_y;
+};
+
 // Any number of transposed operands, of any types, sizes and alignment. A block owns a tile of 32 x 64, a thread four
 // elements of dimension 0 by two of 1 to load, eight of dimension 1 to compute. `tiles` has a bit for each transposed
 // operand, tiles_x and tiles_y count tiles of dimensions 0 and 1. Addresses are the tile's corner plus steps: 64-bit
 // products for each element would make the kernel arithmetic-bound. Threads: 32 x 8.
 template <typename F, typename T, typename O, typename A, typename B, typename D>
 __global__ void __launch_bounds__(kPointwiseThreads, 4)
-    pointwise_transposed(O* out, const A* a, const B* b, const D* d, RTK_NUMBERS, RTK_SIZES, RTK_DIVISORS, RTK_OUT_STRIDES,
-                         RTK_A_STRIDES, RTK_B_STRIDES, RTK_D_STRIDES, i64 dims, i64 tiles, i64 tiles_x, i64 tiles_y) {
+    pointwise_transposed(const __grid_constant__ TransposedArguments<O, A, B, D> args) {
     constexpr int kAcross = 32, kDown = 64, kRows = kPointwiseThreads / kAcross, kInputs = F::kInputs;
     __shared__ Compute<A> tile_a[kAcross][kDown + 1];
     __shared__ Compute<B> tile_b[kInputs > 1 ? kAcross : 1][kDown + 1];
     __shared__ Compute<D> tile_d[kInputs > 2 ? kAcross : 1][kDown + 1];
-    const Scalars<T> s(s0, s1, s2, s3);
-    RTK_STRIDES(true);
-    const TileCorner corner = TileCorner::of_block<kInputs>(strides, dims, tiles_x, tiles_y, kAcross, kDown);
+    const Scalars<T> s(args.s0, args.s1, args.s2, args.s3);
+    const Strides<true>& strides = args.strides;
+    const A* a = args.a;
+    const B* b = args.b;
+    const D* d = args.d;
+    const TileCorner corner = TileCorner::of_block<kInputs>(strides, args.dims, args.tiles_x, args.tiles_y, kAcross,
+                                                            kDown);
     const int width = static_cast<int>(min(corner.width, static_cast<i64>(kAcross)));
     const int height = static_cast<int>(min(corner.height, static_cast<i64>(kDown)));
     const int column = static_cast<int>(threadIdx.x) % kAcross, row = static_cast<int>(threadIdx.x) / kAcross;
@@ -151,45 +171,45 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
         }
     };
     if constexpr (kInputs > 0) {
-        if (tiles & 1) fill_tile(tile_a, TileSource<A>{a + corner.at.a, a0, a1});
+        if (args.tiles & 1) fill_tile(tile_a, TileSource<A>{a + corner.at.a, strides.a[0], strides.a[1]});
     }
     if constexpr (kInputs > 1) {
-        if (tiles & 2) fill_tile(tile_b, TileSource<B>{b + corner.at.b, b0, b1});
+        if (args.tiles & 2) fill_tile(tile_b, TileSource<B>{b + corner.at.b, strides.b[0], strides.b[1]});
     }
     if constexpr (kInputs > 2) {
-        if (tiles & 4) fill_tile(tile_d, TileSource<D>{d + corner.at.d, d0, d1});
+        if (args.tiles & 4) fill_tile(tile_d, TileSource<D>{d + corner.at.d, strides.d[0], strides.d[1]});
     }
     // Tiled operands are not loaded again: a null pointer makes each a number, which the tile's value replaces.
-    const A* pa = tiles & 1 || a == nullptr ? nullptr : a + corner.at.a + column * a0 + row * a1;
-    const B* pb = tiles & 2 || b == nullptr ? nullptr : b + corner.at.b + column * b0 + row * b1;
-    const D* pd = tiles & 4 || d == nullptr ? nullptr : d + corner.at.d + column * d0 + row * d1;
+    const A* pa = args.tiles & 1 || a == nullptr ? nullptr : a + corner.at.a + column * strides.a[0] + row * strides.a[1];
+    const B* pb = args.tiles & 2 || b == nullptr ? nullptr : b + corner.at.b + column * strides.b[0] + row * strides.b[1];
+    const D* pd = args.tiles & 4 || d == nullptr ? nullptr : d + corner.at.d + column * strides.d[0] + row * strides.d[1];
     constexpr int kEach = kDown / kRows;
     Operands<F, T, A, B, D, 1> in[kEach];
     i64 at_a = 0, at_b = 0, at_d = 0;
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         if (column < width && row + k * kRows < height) in[k].fetch(pa, pb, pd, at_a, at_b, at_d, 0);
-        at_a += kRows * a1, at_b += kRows * b1, at_d += kRows * d1;
+        at_a += kRows * strides.a[1], at_b += kRows * strides.b[1], at_d += kRows * strides.d[1];
     }
     __syncthreads();
-    O* to = out + corner.at.out + column * o0 + row * o1;
+    O* to = args.out + corner.at.out + column * strides.o[0] + row * strides.o[1];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int y = row + k * kRows;
         if (column < width && y < height) {
-            in[k].unpack_fetched(pa, pb, pd, na, nb, nd);
+            in[k].unpack_fetched(pa, pb, pd, args.na, args.nb, args.nd);
             if constexpr (kInputs > 0) {
-                if (tiles & 1) in[k].a.set(0, tile_a[column][y]);
+                if (args.tiles & 1) in[k].a.set(0, tile_a[column][y]);
             }
             if constexpr (kInputs > 1) {
-                if (tiles & 2) in[k].b.set(0, tile_b[column][y]);
+                if (args.tiles & 2) in[k].b.set(0, tile_b[column][y]);
             }
             if constexpr (kInputs > 2) {
-                if (tiles & 4) in[k].d.set(0, tile_d[column][y]);
+                if (args.tiles & 4) in[k].d.set(0, tile_d[column][y]);
             }
             in[k].store(to, s);
         }
-        to += kRows * o1;
+        to += kRows * strides.o[1];
     }
 }
 

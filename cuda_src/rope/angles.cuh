@@ -26,20 +26,6 @@ inline constexpr int kOneStream = 0;
 inline constexpr int kBlocks = 1;       // three position streams, each for neighbouring pairs
 inline constexpr int kInterleaved = 2;  // pair p belongs to stream p % 3, to stream 0 where that one is used up
 
-// The tail of the parameter list of every kernel that rotates.
-#define RTK_ANGLE_PARAMETERS                                                                                       \
-    const void *cos, const void *sin, const void *index, i64 table_rows, i64 table_stride, i64 stream_rows,        \
-        i64 angle_flags, i64 index_kind, i64 index_count, i64 index_step, i64 section_kind, i64 section_0,         \
-        i64 section_1, i64 section_2, i64 rotary, i64 cp_rank, i64 cp_size, double mscale
-#define RTK_ANGLES                                                                                                 \
-    Angles {                                                                                                       \
-        cos, sin, index, table_rows, table_stride, stream_rows, index_step, static_cast<int>(angle_flags),         \
-            static_cast<int>(index_kind), static_cast<int>(index_count), static_cast<int>(section_kind),           \
-            static_cast<int>(section_0), static_cast<int>(section_1), static_cast<int>(section_2),                 \
-            static_cast<int>(rotary), static_cast<int>(length), static_cast<int>(cp_rank),                         \
-            static_cast<int>(cp_size), static_cast<float>(mscale)                                                  \
-    }
-
 struct Angles {
     const void *cos, *sin, *index;
     i64 rows, stride;  // of the tables
@@ -114,6 +100,22 @@ struct Angles {
         if (section_kind == kBlocks) return pair < section_0 ? 0 : pair < section_0 + section_1 ? 1 : 2;
         const int stream = pair % 3;
         return stream == 1 && pair < 3 * section_1 ? 1 : stream == 2 && pair < 3 * section_2 ? 2 : 0;
+    }
+};
+
+// The last arguments of every kernel that rotates.
+struct AngleArguments {
+    const void *cos, *sin, *index;
+    i64 table_rows, table_stride, stream_rows, angle_flags, index_kind, index_count, index_step, section_kind,
+        section_0, section_1, section_2, rotary, cp_rank, cp_size;
+    double mscale;
+
+    RTK_DEVICE Angles of(i64 length) const {
+        return {cos, sin, index, table_rows, table_stride, stream_rows, index_step, static_cast<int>(angle_flags),
+                static_cast<int>(index_kind), static_cast<int>(index_count), static_cast<int>(section_kind),
+                static_cast<int>(section_0), static_cast<int>(section_1), static_cast<int>(section_2),
+                static_cast<int>(rotary), static_cast<int>(length), static_cast<int>(cp_rank),
+                static_cast<int>(cp_size), static_cast<float>(mscale)};
     }
 };
 

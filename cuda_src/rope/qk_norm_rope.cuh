@@ -19,16 +19,21 @@
 
 namespace rtk {
 
-#define RTK_QKV_PARAMETERS                                                                                         \
-    i64 tokens, i64 length, i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots,    \
-        i64 group_magic, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first, i64 head_dim, i64 lane_bits,          \
-        i64 weight_fp32, i64 by_slots, i64 by_length, double eps, double offset, double inverse_dim
+struct QkvShape {
+    i64 tokens, length, qkv_batch, qkv_place, q_heads, kv_heads, q_slots, kv_slots, group_magic, q_extra, kv_step,
+        k_first, v_first, head_dim, lane_bits, weight_fp32, by_slots, by_length;
+    double eps, offset, inverse_dim;
+};
 
-// For the backward; dqkv has its own strides.
-#define RTK_QKV_GRADIENT_PARAMETERS                                                                                \
-    const T *dq, const T *dk, const T *dv, const T *qkv, const void *q_weight, const void *k_weight, T *dqkv,      \
-        float *partial, i64 dq_batch, i64 dq_place, i64 dq_head, i64 dk_batch, i64 dk_place, i64 dk_head,          \
-        i64 dv_batch, i64 dv_place, i64 dv_head, i64 dqkv_batch, i64 dqkv_place
+// The first arguments of the backward; dqkv has its own strides.
+template <typename T>
+struct QkvGradients {
+    const T *dq, *dk, *dv, *qkv;
+    const void *q_weight, *k_weight;
+    T *dqkv;
+    float *partial;
+    i64 dq_batch, dq_place, dq_head, dk_batch, dk_place, dk_head, dv_batch, dv_place, dv_head, dqkv_batch, dqkv_place;
+};
 
 inline constexpr int kQ = 0, kK = 1, kV = 2;
 

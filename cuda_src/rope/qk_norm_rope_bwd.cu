@@ -84,58 +84,65 @@ RTK_DEVICE void finish(const Ring& ring, int head, int chunk, bool normed, float
     }
 }
 
+template <typename T>
+struct QkBackwardArguments : QkvGradients<T> {
+    i64 walkers, inner, batch_inner, neighbours;
+    QkvShape shape;
+    AngleArguments angle;
+};
+
 // Persistent: the groups of the whole grid form `walkers` sets of `slots` groups. Each set takes one token at a time,
 // so a group keeps its slot, its weight and its part of dweight. g and x of the next token are copied to shared memory
 // meanwhile. A lane has two chunks (LaneChunks). partial: [blocks, 2, head_dim], q's sums and k's; null if not needed.
 template <typename T, int PAIRS, bool SILU, int HEADS, int THREADS>
 __global__ void __launch_bounds__(THREADS, 1)
-    qk_norm_rope_bwd(RTK_QKV_GRADIENT_PARAMETERS, i64 walkers, i64 inner, i64 batch_inner, i64 neighbours,
-                     RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_bwd(const __grid_constant__ QkBackwardArguments<T> args) {
+    const QkvShape shape = args.shape;
     constexpr int N = 16 / sizeof(T);
     extern __shared__ __align__(16) u8 memory[];
     __shared__ u8 part_of_group[THREADS];
     HeadRing<HEADS, THREADS> ring(memory);
     ptx::launch_dependents();  // column_sum's blocks are small enough to wait next to this one
-    const int slots = static_cast<int>(q_slots + 2 * kv_slots);
-    const int lanes = 1 << lane_bits;
+    const int slots = static_cast<int>(shape.q_slots + 2 * shape.kv_slots);
+    const int lanes = 1 << shape.lane_bits;
     const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-    const int group_in_block = static_cast<int>(threadIdx.x) >> lane_bits;
-    const int group = static_cast<int>((blockIdx.x * THREADS + threadIdx.x) >> lane_bits);
+    const int group_in_block = static_cast<int>(threadIdx.x) >> shape.lane_bits;
+    const int group = static_cast<int>((blockIdx.x * THREADS + threadIdx.x) >> shape.lane_bits);
     const int walker = group / slots;
-    const HeadSlot slot(group - walker * slots, static_cast<int>(q_slots), static_cast<int>(kv_slots),
-                        static_cast<int>(q_heads), static_cast<int>(kv_heads));
-    const int step = static_cast<int>(walkers);
-    const bool by_batch = batch_inner != 0;
-    const int dim = static_cast<int>(head_dim);
+    const HeadSlot slot(group - walker * slots, static_cast<int>(shape.q_slots), static_cast<int>(shape.kv_slots),
+                        static_cast<int>(shape.q_heads), static_cast<int>(shape.kv_heads));
+    const int step = static_cast<int>(args.walkers);
+    const bool by_batch = args.batch_inner != 0;
+    const int dim = static_cast<int>(shape.head_dim);
     const int owners = (dim / N + 1) / 2;  // lanes of a group that have chunks
-    const LaneChunks<N, PAIRS> own(lane, owners, static_cast<int>(rotary), dim, lane < owners);
-    const bool adjacent = neighbours != 0;
-    const int end = walker < step && own.any ? static_cast<int>(tokens) : 0;
+    const LaneChunks<N, PAIRS> own(lane, owners, static_cast<int>(args.angle.rotary), dim, lane < owners);
+    const bool adjacent = args.neighbours != 0;
+    const int end = walker < step && own.any ? static_cast<int>(shape.tokens) : 0;
     const bool normed = slot.part != kV;
     const bool needs_x = SILU || normed;
 
-    const T* g = slot.part == kQ ? dq : slot.part == kK ? dk : dv;
-    const i64 g_batch = slot.part == kQ ? dq_batch : slot.part == kK ? dk_batch : dv_batch;
-    const i64 g_place = slot.part == kQ ? dq_place : slot.part == kK ? dk_place : dv_place;
-    const i64 g_head = slot.part == kQ ? dq_head : slot.part == kK ? dk_head : dv_head;
+    const T* g = slot.part == kQ ? args.dq : slot.part == kK ? args.dk : args.dv;
+    const i64 g_batch = slot.part == kQ ? args.dq_batch : slot.part == kK ? args.dk_batch : args.dv_batch;
+    const i64 g_place = slot.part == kQ ? args.dq_place : slot.part == kK ? args.dk_place : args.dv_place;
+    const i64 g_head = slot.part == kQ ? args.dq_head : slot.part == kK ? args.dk_head : args.dv_head;
     g += slot.first * g_head + own.in_a;
-    qkv += own.in_a;
-    dqkv += own.in_a;
+    const T* qkv = args.qkv + own.in_a;
+    T* dqkv = args.dqkv + own.in_a;
     const i64 g_step = slot.step * g_head;
     const int to_b = own.in_b - own.in_a;
     const int count = (slot.heads - slot.first + slot.step - 1) / slot.step;  // heads of this thread
     int column[HEADS];
 #pragma unroll
     for (int i = 0; i < HEADS; ++i)
-        column[i] = dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step, k_first,
-                                      v_first);
+        column[i] = dim * head_column(slot.part, slot.first + i * slot.step, shape.group_magic, shape.q_extra,
+                                      shape.kv_step, shape.k_first, shape.v_first);
 
-    TokenWalk next(walker, step, static_cast<int>(inner));
+    TokenWalk next(walker, step, static_cast<int>(args.inner));
     auto fetch = [&] {
         if (next.token < end) {
             const i64 batch = next.batch(by_batch), place = next.place(by_batch);
             const T* from = g + batch * g_batch + place * g_place;
-            const T* x = qkv + batch * qkv_batch + place * qkv_place;
+            const T* x = qkv + batch * shape.qkv_batch + place * shape.qkv_place;
 #pragma unroll
             for (int i = 0; i < HEADS; ++i) {
                 if (i < count) {
@@ -170,8 +177,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
     if (normed && own.any) {
-        const void* weight = slot.part == kQ ? q_weight : k_weight;
-        load_gains<T, N>(weight, own.in_a, own.in_b, weight_fp32, static_cast<float>(offset), gain_a, gain_b);
+        const void* weight = slot.part == kQ ? args.q_weight : args.k_weight;
+        load_gains<T, N>(weight, own.in_a, own.in_b, shape.weight_fp32, static_cast<float>(shape.offset), gain_a, gain_b);
         if (own.lacks_b()) {
 #pragma unroll
             for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
@@ -180,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     OtherWords others_a, others_b;
     if constexpr (PAIRS == kByElement) {
         auto words_of = [&](int column, int begin) {
-            return OtherWords::of<T>(column, static_cast<int>(rotary) / 2, adjacent, [&](int element) {
+            return OtherWords::of<T>(column, static_cast<int>(args.angle.rotary) / 2, adjacent, [&](int element) {
                 const int chunk = element / N, in_b = chunk >= owners;
                 return in_b * ring.kPitch + (chunk - in_b * owners - lane) * 16 +
                        element % N * static_cast<int>(sizeof(T)) - begin;
@@ -189,14 +196,14 @@ __global__ void __launch_bounds__(THREADS, 1)
         others_a = words_of(own.in_a, 0), others_b = words_of(own.in_b, ring.kPitch);
     }
 
-    const Angles angles = RTK_ANGLES;
-    const float epsilon = static_cast<float>(eps);
-    const float inverse = static_cast<float>(inverse_dim);
+    const Angles angles = args.angle.of(shape.length);
+    const float epsilon = static_cast<float>(shape.eps);
+    const float inverse = static_cast<float>(shape.inverse_dim);
     Rotation<N> r;
     no_rotation(r);
     // Every group of a warp runs as many rounds as the one with the most tokens, because they share the reductions.
-    TokenWalk at(walker, step, static_cast<int>(inner));
-    const int rounds = static_cast<int>(tokens + step - 1) / step;
+    TokenWalk at(walker, step, static_cast<int>(args.inner));
+    const int rounds = static_cast<int>(shape.tokens + step - 1) / step;
     for (int round = 0; round < rounds; ++round) {
         if constexpr (PAIRS == kByElement) __syncwarp();  // others have read what is overwritten now
         ring.next_stage();
@@ -217,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         ptx::cp_async_wait<1>();
         if constexpr (PAIRS == kByElement) __syncwarp();
         const i64 batch = at.batch(by_batch), place = at.place(by_batch);
-        T* to = dqkv + batch * dqkv_batch + place * dqkv_place;
+        T* to = dqkv + batch * args.dqkv_batch + place * args.dqkv_place;
         // One head after the other, not unrolled: other warps fill the gaps, and registers are scarce.
 #pragma unroll 1
         for (int i = 0; i < HEADS; ++i) {
@@ -253,8 +260,9 @@ __global__ void __launch_bounds__(THREADS, 1)
             if (active && i < count) {
                 const float rstd = rsqrtf(sums[0] * inverse + epsilon);
                 const float pull = sums[1] * inverse * rstd * rstd * rstd;
-                T* dx = to + dim * head_column(slot.part, slot.first + i * slot.step, group_magic, q_extra, kv_step,
-                                               k_first, v_first);
+                T* dx = to + dim * head_column(slot.part, slot.first + i * slot.step, shape.group_magic,
+                                               shape.q_extra, shape.kv_step,
+                                               shape.k_first, shape.v_first);
                 finish<T, N, SILU>(ring, i, 2, normed, rstd, pull, gain_a, ua, ga, dweight_a);
                 store<T, N>(dx, ga);
                 finish<T, N, SILU>(ring, i, 3, normed, rstd, pull, gain_b, ub, gb, dweight_b);
@@ -264,7 +272,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         at.advance();
     }
 
-    if (partial == nullptr) return;
+    if (args.partial == nullptr) return;
     ptx::cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(memory) + group_in_block * dim;  // [groups, head_dim]
@@ -275,8 +283,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     sums = reinterpret_cast<float*>(memory);
-    const int groups = THREADS >> lane_bits;
-    partial += static_cast<i64>(blockIdx.x) * 2 * dim;
+    const int groups = THREADS >> shape.lane_bits;
+    float* partial = args.partial + static_cast<i64>(blockIdx.x) * 2 * dim;
     for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += THREADS) {
         const int part = i < dim ? kQ : kK;
         const int from = i < dim ? i : i - dim;
@@ -287,55 +295,65 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
+template <typename T>
+struct QkBackwardAnyArguments : QkvGradients<T> {
+    i64 pairs, activated;
+    QkvShape shape;
+    AngleArguments angle;
+};
+
 // Any head size and alignment: the warps of the grid loop over (token, head), each with its own sums of dweight in
 // shared memory, [warps, 2, head_dim]. lane_bits is 5, q_slots and kv_slots are the numbers of heads.
 template <typename T>
 __global__ void __launch_bounds__(128, 4)
-    qk_norm_rope_bwd_any(RTK_QKV_GRADIENT_PARAMETERS, i64 pairs, i64 activated, RTK_QKV_PARAMETERS, RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_bwd_any(const __grid_constant__ QkBackwardAnyArguments<T> args) {
+    const QkvShape shape = args.shape;
     extern __shared__ __align__(16) u8 memory[];
     float* sums = reinterpret_cast<float*>(memory);
-    const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
+    const u32 slots = static_cast<u32>(shape.q_slots + 2 * shape.kv_slots);
     const int lane = static_cast<int>(threadIdx.x % kWarp);
     const int warps = static_cast<int>(blockDim.x / kWarp);
-    const int dim = static_cast<int>(head_dim);
+    const int dim = static_cast<int>(shape.head_dim);
     float* my_sums = sums + threadIdx.x / kWarp * 2 * dim;
     for (int i = lane; i < 2 * dim; i += kWarp) my_sums[i] = 0.0f;
     __syncwarp();
-    const Angles angles = RTK_ANGLES;
-    const float shift = static_cast<float>(offset);
-    for (i64 unit = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; unit < tokens * slots;
+    const Angles angles = args.angle.of(shape.length);
+    const float shift = static_cast<float>(shape.offset);
+    for (i64 unit = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; unit < shape.tokens * slots;
          unit += static_cast<i64>(gridDim.x) * warps) {
         const u32 token = static_cast<u32>(unit) / slots;
-        const int batch = static_cast<int>(token / static_cast<u32>(length));
-        const int place = static_cast<int>(token - batch * static_cast<u32>(length));
-        const HeadSlot slot(static_cast<int>(static_cast<u32>(unit) - token * slots), static_cast<int>(q_slots),
-                            static_cast<int>(kv_slots), static_cast<int>(q_heads), static_cast<int>(kv_heads));
+        const int batch = static_cast<int>(token / static_cast<u32>(shape.length));
+        const int place = static_cast<int>(token - batch * static_cast<u32>(shape.length));
+        const HeadSlot slot(static_cast<int>(static_cast<u32>(unit) - token * slots), static_cast<int>(shape.q_slots),
+                            static_cast<int>(shape.kv_slots), static_cast<int>(shape.q_heads),
+                            static_cast<int>(shape.kv_heads));
         const i64 column =
-            dim * head_column(slot.part, slot.first, group_magic, q_extra, kv_step, k_first, v_first);
-        const T* x = qkv + batch * qkv_batch + place * qkv_place + column;
-        T* dx = dqkv + batch * dqkv_batch + place * dqkv_place + column;
-        const T* g = slot.part == kQ   ? dq + batch * dq_batch + place * dq_place + slot.first * dq_head
-                     : slot.part == kK ? dk + batch * dk_batch + place * dk_place + slot.first * dk_head
-                                       : dv + batch * dv_batch + place * dv_place + slot.first * dv_head;
+            dim * head_column(slot.part, slot.first, shape.group_magic, shape.q_extra, shape.kv_step, shape.k_first,
+                              shape.v_first);
+        const T* x = args.qkv + batch * shape.qkv_batch + place * shape.qkv_place + column;
+        T* dx = args.dqkv + batch * args.dqkv_batch + place * args.dqkv_place + column;
+        const T* g = args.dv + batch * args.dv_batch + place * args.dv_place + slot.first * args.dv_head;
+        if (slot.part == kQ) g = args.dq + batch * args.dq_batch + place * args.dq_place + slot.first * args.dq_head;
+        if (slot.part == kK) g = args.dk + batch * args.dk_batch + place * args.dk_place + slot.first * args.dk_head;
         auto u = [&](int i) {
             float value[1];
             unpack<T, 1>(ptx::ld_keep<sizeof(T)>(x + i), value);
-            return activated ? silu<sizeof(T) == 2>(value[0]).value : value[0];
+            return args.activated ? silu<sizeof(T) == 2>(value[0]).value : value[0];
         };
         auto put = [&](int i, float du) {
-            if (activated) du *= silu<sizeof(T) == 2>(load_one(x + i)).slope;
+            if (args.activated) du *= silu<sizeof(T) == 2>(load_one(x + i)).slope;
             store_one(dx + i, du);
         };
         if (slot.part == kV) {
             for (int i = lane; i < dim; i += kWarp) put(i, load_one(g + i));
             continue;
         }
-        const void* weight = slot.part == kQ ? q_weight : k_weight;
+        const void* weight = slot.part == kQ ? args.q_weight : args.k_weight;
         const TokenRows rows(angles, batch, place);
         // Calls f(element, its gradient after the inverse rotation) for every element.
         auto each = [&](auto f) {
             for (int pair = lane; pair < angles.rotary / 2; pair += kWarp) {
-                const PairPlace where(pair, 0, angles.rotary, static_cast<int>(pairs));
+                const PairPlace where(pair, 0, angles.rotary, static_cast<int>(args.pairs));
                 Rotation<1> r;
                 load_pair<T>(angles, rows, pair, r);
                 float a[1] = {load_one(g + where.in_0)}, b[1] = {load_one(g + where.in_1)};
@@ -349,25 +367,25 @@ __global__ void __launch_bounds__(128, 4)
         each([&](int i, float a) {
             const float value = u(i);
             square += value * value;
-            product += a * load_weight<T>(weight, i, weight_fp32, shift) * value;
+            product += a * load_weight<T>(weight, i, shape.weight_fp32, shift) * value;
         });
         square = warp_reduce<Sum>(square);
         product = warp_reduce<Sum>(product);
-        const float rstd = rsqrtf(square * static_cast<float>(inverse_dim) + static_cast<float>(eps));
-        const float pull = product * static_cast<float>(inverse_dim) * rstd * rstd * rstd;
+        const float rstd = rsqrtf(square * static_cast<float>(shape.inverse_dim) + static_cast<float>(shape.eps));
+        const float pull = product * static_cast<float>(shape.inverse_dim) * rstd * rstd * rstd;
         float* into = my_sums + (slot.part == kQ ? 0 : dim);
         each([&](int i, float a) {
             const float value = u(i);
             into[i] += a * rstd * value;
-            put(i, a * rstd * load_weight<T>(weight, i, weight_fp32, shift) - value * pull);
+            put(i, a * rstd * load_weight<T>(weight, i, shape.weight_fp32, shift) - value * pull);
         });
     }
-    if (partial == nullptr) return;
+    if (args.partial == nullptr) return;
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += static_cast<int>(blockDim.x)) {
         float total = 0.0f;
         for (int w = 0; w < warps; ++w) total += sums[w * 2 * dim + i];
-        partial[static_cast<i64>(blockIdx.x) * 2 * dim + i] = total;
+        args.partial[static_cast<i64>(blockIdx.x) * 2 * dim + i] = total;
     }
 }
 

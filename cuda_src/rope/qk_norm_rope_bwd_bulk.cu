@@ -55,34 +55,38 @@ RTK_DEVICE void get_rotation(const u8* memory, int lane, int lanes, Rotation<N>&
     get(0, r.own0), get(1, r.own1), get(2, r.cross0), get(3, r.cross1);
 }
 
+template <typename T>
+struct QkBulkArguments : QkvGradients<T> {
+    i64 tokens, length, inner, batch_inner, qkv_batch, qkv_place, q_heads, kv_heads, q_slots, kv_slots, max_heads,
+        consumer_warps, consumers, stages, group_magic, q_extra, kv_step, k_first, v_first, x_extra, x_stretches,
+        x_stretch_heads, head_dim, head_lanes, rotating_warps, tokens_together, neighbours, weight_fp32;
+    double eps, offset;
+    AngleArguments angle;
+};
+
 template <typename T, int PAIRS, bool SILU, int HEAD_WARPS>
 __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                             : SILU || PAIRS == kByElement ? kBulkMoreRegisters
                                                           : kBulkRegisters)
-    qk_norm_rope_bwd_bulk(RTK_QKV_GRADIENT_PARAMETERS, i64 tokens, i64 length, i64 inner, i64 batch_inner,
-                          i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 max_heads,
-                          i64 consumer_warps, i64 consumers, i64 stages, i64 group_magic, i64 q_extra, i64 kv_step,
-                          i64 k_first, i64 v_first, i64 x_extra, i64 x_stretches, i64 x_stretch_heads, i64 head_dim,
-                          i64 head_lanes, i64 rotating_warps, i64 tokens_together, i64 neighbours, i64 weight_fp32,
-                          double eps, double offset, RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_bwd_bulk(const __grid_constant__ QkBulkArguments<T> args) {
     constexpr int N = 16 / sizeof(T);
     constexpr bool kPassesRegisters = HEAD_WARPS == kMoreHeadWarps;
     extern __shared__ __align__(128) u8 memory[];
     ptx::launch_dependents();
-    const int dim = static_cast<int>(head_dim), head_bytes = dim * static_cast<int>(sizeof(T));
-    const int lanes = static_cast<int>(head_lanes), warp_groups = kWarp / lanes;
+    const int dim = static_cast<int>(args.head_dim), head_bytes = dim * static_cast<int>(sizeof(T));
+    const int lanes = static_cast<int>(args.head_lanes), warp_groups = kWarp / lanes;
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int warp_lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int of_q = static_cast<int>(q_heads), of_kv = static_cast<int>(kv_heads);
-    const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(x_stretches * x_stretch_heads);
-    const int consumer_count = static_cast<int>(consumers), warps = static_cast<int>(consumer_warps);
+    const int of_q = static_cast<int>(args.q_heads), of_kv = static_cast<int>(args.kv_heads);
+    const int g_heads = of_q + 2 * of_kv, x_heads = static_cast<int>(args.x_stretches * args.x_stretch_heads);
+    const int consumer_count = static_cast<int>(args.consumers), warps = static_cast<int>(args.consumer_warps);
     const int work_warps = consumer_count * warps;
-    const int consumer_groups = warps * warp_groups, rounds = static_cast<int>(max_heads);
-    const TokenRing ring{memory, static_cast<int>(stages), (g_heads + x_heads) * head_bytes, 16 * N * lanes};
+    const int consumer_groups = warps * warp_groups, rounds = static_cast<int>(args.max_heads);
+    const TokenRing ring{memory, static_cast<int>(args.stages), (g_heads + x_heads) * head_bytes, 16 * N * lanes};
 
     const int grid = static_cast<int>(gridDim.x), first = static_cast<int>(blockIdx.x);
-    const int mine = (static_cast<int>(tokens) - first + grid - 1) / grid;  // tokens of this block
-    const bool by_batch = batch_inner != 0, adjacent = neighbours != 0;
+    const int mine = (static_cast<int>(args.tokens) - first + grid - 1) / grid;  // tokens of this block
+    const bool by_batch = args.batch_inner != 0, adjacent = args.neighbours != 0;
     const int lane = warp_lane % lanes;
 
     // The copying warp initialises the barriers first and does not wait for the others. Those load small operands
@@ -91,7 +95,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     const int threads = (work_warps + helpers) * kWarp;  // that do anything
     if (helper >= 0) {
         if constexpr (kPassesRegisters) ptx::registers_give<kHelperRegisters>();
-        const int rotators = static_cast<int>(rotating_warps), together = static_cast<int>(tokens_together);
+        const int rotators = static_cast<int>(args.rotating_warps), together = static_cast<int>(args.tokens_together);
         if (helper == 0 || helper > rotators) {  // copies
             const int copier = helper == 0 ? 0 : helper - rotators, copiers = helpers - rotators;
             if (copier == 0) {
@@ -108,11 +112,12 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                 ptx::named_barrier_sync(2, copiers * kWarp);
             }
             const u64 policy = ptx::l2_last();
-            TokenWalk walk(first, grid, static_cast<int>(inner));
+            TokenWalk walk(first, grid, static_cast<int>(args.inner));
             RingStage at(0);
-            const int dq_copies = dq_head == head_dim ? 1 : of_q;
-            const int dk_copies = dk_head == head_dim ? 1 : of_kv, dv_copies = dv_head == head_dim ? 1 : of_kv;
-            const int copies = dq_copies + dk_copies + dv_copies + static_cast<int>(x_stretches);
+            const int dq_copies = args.dq_head == args.head_dim ? 1 : of_q;
+            const int dk_copies = args.dk_head == args.head_dim ? 1 : of_kv;
+            const int dv_copies = args.dv_head == args.head_dim ? 1 : of_kv;
+            const int copies = dq_copies + dk_copies + dv_copies + static_cast<int>(args.x_stretches);
             struct Copy {
                 const T* from;
                 i64 batch, place;  // strides
@@ -120,17 +125,18 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
             };
             auto find_copy = [&](int nth) -> Copy {
                 if (nth < dq_copies)
-                    return {dq + nth * dq_head, dq_batch, dq_place, nth * head_bytes,
+                    return {args.dq + nth * args.dq_head, args.dq_batch, args.dq_place, nth * head_bytes,
                             (dq_copies == 1 ? of_q : 1) * head_bytes};
                 if ((nth -= dq_copies) < dk_copies)
-                    return {dk + nth * dk_head, dk_batch, dk_place, (of_q + nth) * head_bytes,
+                    return {args.dk + nth * args.dk_head, args.dk_batch, args.dk_place, (of_q + nth) * head_bytes,
                             (dk_copies == 1 ? of_kv : 1) * head_bytes};
                 if ((nth -= dk_copies) < dv_copies)
-                    return {dv + nth * dv_head, dv_batch, dv_place, (of_q + of_kv + nth) * head_bytes,
+                    return {args.dv + nth * args.dv_head, args.dv_batch, args.dv_place, (of_q + of_kv + nth) * head_bytes,
                             (dv_copies == 1 ? of_kv : 1) * head_bytes};
                 nth -= dv_copies;
-                const int heads = static_cast<int>(x_stretch_heads);
-                return {qkv + static_cast<i64>(nth * static_cast<int>(kv_step)) * dim, qkv_batch, qkv_place,
+                const int heads = static_cast<int>(args.x_stretch_heads);
+                return {args.qkv + static_cast<i64>(nth * static_cast<int>(args.kv_step)) * dim, args.qkv_batch,
+                        args.qkv_place,
                         (g_heads + nth * heads) * head_bytes, heads * head_bytes};
             };
             auto copy = [&](const Copy& c, i64 batch, i64 place, int stage) {
@@ -144,7 +150,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
                 const i64 batch = walk.batch(by_batch), place = walk.place(by_batch);
                 ptx::mbarrier_wait(ring.empty(at.stage), at.phase ^ 1u);
                 if (warp_lane == 0 && copier == 0) {
-                    ring.result(at.stage) = batch * dqkv_batch + place * dqkv_place;
+                    ring.result(at.stage) = batch * args.dqkv_batch + place * args.dqkv_place;
                     ptx::mbarrier_arrive_expect(ring.full(at.stage), ring.heads_bytes);
                 }
                 __syncwarp();
@@ -157,12 +163,12 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
             }
         } else {  // rotations
             // Groups of lanes have neighbouring tokens, so that the latencies of their table loads overlap.
-            const Angles angles = RTK_ANGLES;
+            const Angles angles = args.angle.of(args.length);
             const int group = warp_lane / lanes, step = rotators * together;
             const int own_token = (helper - 1) * together + group;
-            TokenWalk walk(first + own_token * grid, step * grid, static_cast<int>(inner));
+            TokenWalk walk(first + own_token * grid, step * grid, static_cast<int>(args.inner));
             RingStage at(own_token);
-            const bool rotated = lane < static_cast<int>(rotary) / 2 / N;
+            const bool rotated = lane < static_cast<int>(args.angle.rotary) / 2 / N;
             Rotation<N> r;
             no_rotation(r);
             for (int j = 0; j < mine; j += step) {
@@ -199,16 +205,16 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     const int consumer = warp / warps;
     const bool in_group = warp_lane / lanes < warp_groups;  // the last lanes of a warp may be idle
     const int group = (warp - consumer * warps) * warp_groups + (in_group ? warp_lane / lanes : 0);
-    const HeadSlot slot(group, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+    const HeadSlot slot(group, static_cast<int>(args.q_slots), static_cast<int>(args.kv_slots), of_q, of_kv);
     const bool normed = slot.part != kV;
     const bool only_v = !SILU && __all_sync(0xffffffffu, !normed);  // a warp that issues copies
-    const LaneChunks<N, PAIRS> own(lane, lanes, static_cast<int>(rotary), dim, in_group);
+    const LaneChunks<N, PAIRS> own(lane, lanes, static_cast<int>(args.angle.rotary), dim, in_group);
     const int in_a = own.in_a, to_b = own.in_b - own.in_a;
     const int b_bytes = to_b * static_cast<int>(sizeof(T));
     OtherWords others_a, others_b;
     if constexpr (PAIRS == kByElement) {
         auto words_of = [&](int column) {
-            return OtherWords::of<T>(column, static_cast<int>(rotary) / 2, adjacent,
+            return OtherWords::of<T>(column, static_cast<int>(args.angle.rotary) / 2, adjacent,
                                      [&](int element) { return (element - column) * static_cast<int>(sizeof(T)); });
         };
         others_a = words_of(in_a), others_b = words_of(own.in_b);
@@ -218,8 +224,8 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
 #pragma unroll
     for (int i = 0; i < N; ++i) gain_a[i] = gain_b[i] = dweight_a[i] = dweight_b[i] = 0.0f;
     if (normed && own.any) {
-        const void* weight = slot.part == kQ ? q_weight : k_weight;
-        load_gains<T, N>(weight, in_a, in_a + to_b, weight_fp32, static_cast<float>(offset), gain_a, gain_b);
+        const void* weight = slot.part == kQ ? args.q_weight : args.k_weight;
+        load_gains<T, N>(weight, in_a, in_a + to_b, args.weight_fp32, static_cast<float>(args.offset), gain_a, gain_b);
         if (own.lacks_b()) {
 #pragma unroll
             for (int i = 0; i < N; ++i) gain_b[i] = 0.0f;
@@ -227,20 +233,22 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     }
     for (int i = static_cast<int>(threadIdx.x); i < rounds * consumer_groups; i += work_warps * kWarp) {
         const int of = i / rounds;
-        const HeadSlot slot(of, static_cast<int>(q_slots), static_cast<int>(kv_slots), of_q, of_kv);
+        const HeadSlot slot(of, static_cast<int>(args.q_slots), static_cast<int>(args.kv_slots), of_q, of_kv);
         const int head = slot.first + (i - of * rounds) * slot.step;
         HeadPlace here{0, 0, 0, 0};
-        if (of < static_cast<int>(q_slots + 2 * kv_slots) && head < slot.heads) {
+        if (of < static_cast<int>(args.q_slots + 2 * args.kv_slots) && head < slot.heads) {
             here.exists = 1;
             here.g = (head + (slot.part == kQ ? 0 : slot.part == kK ? of_q : of_q + of_kv)) * head_bytes;
             if (SILU || slot.part != kV)
-                here.x = (g_heads + head_column(slot.part, head, group_magic, x_extra, kv_step - q_extra + x_extra,
-                                                k_first, v_first)) * head_bytes;
-            here.result = dim * head_column(slot.part, head, group_magic, q_extra, kv_step, k_first, v_first);
+                here.x = (g_heads + head_column(slot.part, head, args.group_magic, args.x_extra,
+                                                args.kv_step - args.q_extra + args.x_extra, args.k_first,
+                                                args.v_first)) * head_bytes;
+            here.result = dim * head_column(slot.part, head, args.group_magic, args.q_extra, args.kv_step,
+                                            args.k_first, args.v_first);
         }
         ring.places()[i] = here;
     }
-    const float epsilon = converted_to_float(eps), inverse = 1.0f / static_cast<float>(dim);
+    const float epsilon = converted_to_float(args.eps), inverse = 1.0f / static_cast<float>(dim);
     const ptx::SharedAddress places = ptx::shared_address(ring.places() + group * rounds);
     Rotation<N> r;
     no_rotation(r);
@@ -248,7 +256,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
     RingStage at(consumer);
     for (int j = consumer; j < mine; j += consumer_count) {
         ptx::mbarrier_wait(ring.full(at.stage), at.phase);
-        T* to = dqkv + (ring.result(at.stage) + in_a);
+        T* to = args.dqkv + (ring.result(at.stage) + in_a);
         const ptx::SharedAddress stage =
             ptx::shared_address(ring.heads(at.stage)) + in_a * static_cast<int>(sizeof(T));
         if (own.rotated && !only_v) get_rotation(ring.rotation(at.stage), lane, lanes, r);
@@ -325,7 +333,7 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
         at.advance(consumer_count, ring.stages);
     }
 
-    if (partial == nullptr) return;
+    if (args.partial == nullptr) return;
     ptx::named_barrier_sync(1, work_warps * kWarp);
     float* sums = reinterpret_cast<float*>(memory) + (consumer * consumer_groups + group) * dim + in_a;
     if (own.any) {
@@ -333,11 +341,11 @@ __global__ void __maxnreg__(HEAD_WARPS == kMoreHeadWarps  ? kStartRegisters
         if (!own.lacks_b()) put_sums(sums + to_b, dweight_b);
     }
     ptx::named_barrier_sync(1, work_warps * kWarp);
-    partial += static_cast<i64>(blockIdx.x) * 2 * dim;
+    float* partial = args.partial + static_cast<i64>(blockIdx.x) * 2 * dim;
     for (int i = static_cast<int>(threadIdx.x); i < 2 * dim; i += work_warps * kWarp) {
         const bool of_k = i >= dim;
-        const int begin = of_k ? static_cast<int>(q_slots) : 0;
-        const int end = of_k ? static_cast<int>(q_slots + kv_slots) : static_cast<int>(q_slots);
+        const int begin = of_k ? static_cast<int>(args.q_slots) : 0;
+        const int end = of_k ? static_cast<int>(args.q_slots + args.kv_slots) : static_cast<int>(args.q_slots);
         const float* column = reinterpret_cast<const float*>(memory) + (of_k ? i - dim : i);
         float total = 0.0f;
         for (int t = 0; t < consumer_count; ++t) {

@@ -32,6 +32,18 @@ RTK_DEVICE void get_floats(ptx::SharedAddress from, int plane, float (&f)[N]) {
     }
 }
 
+template <typename T>
+struct QkForwardArguments {
+    const T *qkv;
+    const void *q_weight, *k_weight;
+    T *q, *k, *v;
+    i64 tokens, length, qkv_batch, qkv_place, q_heads, kv_heads, q_slots, kv_slots, set_slots, set_heads, set_columns,
+        q_step, q_extra, kv_step, k_first, v_first, head_dim, block_tokens, groups, max_heads, pairs, weight_fp32,
+        by_chunks, by_groups, by_set, by_group, inner, by_inner, batch_inner;
+    double eps, offset, inverse_dim;
+    AngleArguments angle;
+};
+
 // A block owns the groups of block_tokens tokens (in the memory order of qkv: `inner` batches of a position side by
 // side, or positions of a batch), or a part of those of one token, blockIdx.y. A group is `chunks` neighbouring
 // threads, as many as a head has 16-byte chunks, regardless of warp boundaries: every head size keeps all threads busy.
@@ -48,67 +60,65 @@ RTK_DEVICE void get_floats(ptx::SharedAddress from, int plane, float (&f)[N]) {
 // squares [max_heads, threads + 1], 1 / rms [groups, kFetchedHeads].
 template <typename T, bool SILU>
 __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
-    qk_norm_rope_fwd(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v, i64 tokens, i64 length,
-                     i64 qkv_batch, i64 qkv_place, i64 q_heads, i64 kv_heads, i64 q_slots, i64 kv_slots, i64 set_slots,
-                     i64 set_heads, i64 set_columns, i64 q_step, i64 q_extra, i64 kv_step, i64 k_first, i64 v_first,
-                     i64 head_dim, i64 block_tokens, i64 groups, i64 max_heads, i64 pairs, i64 weight_fp32, i64 by_chunks,
-                     i64 by_groups, i64 by_set, i64 by_group, i64 inner, i64 by_inner, i64 batch_inner, double eps,
-                     double offset, double inverse_dim, RTK_ANGLE_PARAMETERS) {
+    qk_norm_rope_fwd(const __grid_constant__ QkForwardArguments<T> args) {
     constexpr int N = 16 / sizeof(T);
     constexpr int kPlanes = SILU ? N / 4 : 1;  // 16 bytes each for a chunk
     extern __shared__ __align__(16) u8 memory[];
-    const int dim = static_cast<int>(head_dim), chunks = dim / N;
+    const int dim = static_cast<int>(args.head_dim), chunks = dim / N;
+    const float shift = static_cast<float>(args.offset);
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-    const int of_token = static_cast<int>(groups), all_groups = of_token * static_cast<int>(block_tokens);
-    const int group = static_cast<int>(divided(threadIdx.x, by_chunks));
+    const int of_token = static_cast<int>(args.groups), all_groups = of_token * static_cast<int>(args.block_tokens);
+    const int group = static_cast<int>(divided(threadIdx.x, args.by_chunks));
     const int column = (thread - group * chunks) * N;
-    const int local = static_cast<int>(divided(group, by_groups));  // token of the block
-    const u32 walked = blockIdx.x * static_cast<u32>(block_tokens) + local;
-    const bool active = group < all_groups && walked < static_cast<u32>(tokens);
-    const u32 outer = divided(walked, by_inner);
-    const u32 rest = walked - outer * static_cast<u32>(inner);
-    const int batch = static_cast<int>(batch_inner ? rest : outer), place = static_cast<int>(batch_inner ? outer : rest);
-    const int of_kv = static_cast<int>(kv_slots);
+    const int local = static_cast<int>(divided(group, args.by_groups));  // token of the block
+    const u32 walked = blockIdx.x * static_cast<u32>(args.block_tokens) + local;
+    const bool active = group < all_groups && walked < static_cast<u32>(args.tokens);
+    const u32 outer = divided(walked, args.by_inner);
+    const u32 rest = walked - outer * static_cast<u32>(args.inner);
+    const int batch = static_cast<int>(args.batch_inner ? rest : outer);
+    const int place = static_cast<int>(args.batch_inner ? outer : rest);
+    const int of_kv = static_cast<int>(args.kv_slots);
     const int first_group = static_cast<int>(blockIdx.y) * of_token;
-    const int heads = static_cast<int>(max_heads);
+    const int heads = static_cast<int>(args.max_heads);
 
     int at = group - local * of_token + first_group;
     int from, head, step, stride, left;  // column in heads, head; steps of both; remaining heads
     int part = kQ;
-    if (at < static_cast<int>(q_slots)) {
-        const int set = static_cast<int>(divided(at, by_set));
-        step = static_cast<int>(set_slots);
+    if (at < static_cast<int>(args.q_slots)) {
+        const int set = static_cast<int>(divided(at, args.by_set));
+        step = static_cast<int>(args.set_slots);
         at -= set * step;
-        head = set * static_cast<int>(set_heads) + at;
-        from = set * static_cast<int>(set_columns) + at +
-               static_cast<int>(q_extra) * static_cast<int>(divided(at, by_group));
-        stride = static_cast<int>(q_step);
-        left = static_cast<int>(set_heads) - at;
+        head = set * static_cast<int>(args.set_heads) + at;
+        from = set * static_cast<int>(args.set_columns) + at +
+               static_cast<int>(args.q_extra) * static_cast<int>(divided(at, args.by_group));
+        stride = static_cast<int>(args.q_step);
+        left = static_cast<int>(args.set_heads) - at;
     } else {
-        at -= static_cast<int>(q_slots);
+        at -= static_cast<int>(args.q_slots);
         part = at < of_kv ? kK : kV;
         if (part == kV) at -= of_kv;
         head = at;
         step = of_kv;
-        from = at * static_cast<int>(kv_step) + static_cast<int>(part == kK ? k_first : v_first);
-        stride = step * static_cast<int>(kv_step);
-        left = static_cast<int>(kv_heads) - at;
+        from = at * static_cast<int>(args.kv_step) + static_cast<int>(part == kK ? args.k_first : args.v_first);
+        stride = step * static_cast<int>(args.kv_step);
+        left = static_cast<int>(args.kv_heads) - at;
     }
     if (!active) left = 0;
-    const u32 token = batch * static_cast<u32>(length) + place;
-    T* y = part == kQ ? q : part == kK ? k : v;
-    y += static_cast<i64>(token) * (static_cast<int>(part == kQ ? q_heads : kv_heads) * dim) + (head * dim + column);
+    const u32 token = batch * static_cast<u32>(args.length) + place;
+    T* y = part == kQ ? args.q : part == kK ? args.k : args.v;
+    const int of_part = static_cast<int>(part == kQ ? args.q_heads : args.kv_heads);
+    y += static_cast<i64>(token) * (of_part * dim) + (head * dim + column);
     const int pitch = threads * 16, plane = heads * pitch;
     const ptx::SharedAddress own = ptx::shared_address(memory + thread * 16);
     const StagedRotations<N> staged{memory + kPlanes * plane + local * (16 * N * chunks), chunks};
     float* squares =
-        reinterpret_cast<float*>(memory + kPlanes * plane + static_cast<int>(block_tokens) * (16 * N * chunks));
+        reinterpret_cast<float*>(memory + kPlanes * plane + static_cast<int>(args.block_tokens) * (16 * N * chunks));
     float* rstds = squares + heads * (threads + 1);
-    const bool adjacent = pairs == kAdjacent;
-    const int half = static_cast<int>(rotary) / 2;
+    const bool adjacent = args.pairs == kAdjacent;
+    const int half = static_cast<int>(args.angle.rotary) / 2;
     const bool whole = half % N == 0;  // so that the partners of a chunk's elements are in one chunk
-    const Angles angles = RTK_ANGLES;
-    const T* x = qkv + (batch * qkv_batch + place * qkv_place) + (from * dim + column);
+    const Angles angles = args.angle.of(args.length);
+    const T* x = args.qkv + (batch * args.qkv_batch + place * args.qkv_place) + (from * dim + column);
     const int to_next_x = stride * dim;
     if (whole) {
         // The last threads of a token, which have fewer heads, compute the factors. There are at least 2 * chunks.
@@ -124,10 +134,10 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
         fetch_heads(x, to_next_x, left, step, own, pitch);
         if (rotates && !tables_known) load_chunk_rotation<T, N>(angles, angles.row(batch, place, 0), begin, adjacent, factors);
         if (makes_rotation) {
-            const void* weight = task < chunks ? q_weight : k_weight;
+            const void* weight = task < chunks ? args.q_weight : args.k_weight;
             float gain[N], of_other[N];
-            load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), weight_fp32,
-                             static_cast<float>(offset), gain, of_other);
+            load_gains<T, N>(weight, begin, begin + to_other_half(begin, half, adjacent), args.weight_fp32,
+                             shift, gain, of_other);
             if (rotates) finish_chunk_rotation<N>(angles, begin, adjacent, factors);
 #pragma unroll
             for (int i = 0; i < N; ++i)
@@ -155,8 +165,8 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
             }
             const int other = W == 1 && adjacent && rotates ? begin ^ 1 : begin + to_other_half(begin, half, adjacent);
             float gains[4][W];  // of q's word, of its partner word, and of k's
-            load_gains<T, W>(q_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[0], gains[1]);
-            load_gains<T, W>(k_weight, begin, other, weight_fp32, static_cast<float>(offset), gains[2], gains[3]);
+            load_gains<T, W>(args.q_weight, begin, other, args.weight_fp32, shift, gains[0], gains[1]);
+            load_gains<T, W>(args.k_weight, begin, other, args.weight_fp32, shift, gains[2], gains[3]);
             if (rotates) {
                 finish_word<W>(angles, begin, adjacent, factors);
             } else {
@@ -192,15 +202,15 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     }
     __syncthreads();
     {
-        const float inverse = static_cast<float>(inverse_dim), epsilon = static_cast<float>(eps);
-        const int normed = min(static_cast<int>(q_slots) + of_kv - first_group, of_token);
+        const float inverse = static_cast<float>(args.inverse_dim), epsilon = static_cast<float>(args.eps);
+        const int normed = min(static_cast<int>(args.q_slots) + of_kv - first_group, of_token);
         const int count = all_groups * kFetchedHeads;
         // Four, two or one lanes add those of a head, depending on the number of threads.
         const int bits = threads >= 4 * count ? 2 : threads >= 2 * count ? 1 : 0;
         const int lane = thread & ((1 << bits) - 1);
         for (int base = 0; base < count; base += threads >> bits) {
             const int sum = base + (thread >> bits), i = sum % kFetchedHeads, of = sum / kFetchedHeads;
-            const int slot = of - static_cast<int>(divided(of, by_groups)) * of_token;
+            const int slot = of - static_cast<int>(divided(of, args.by_groups)) * of_token;
             const bool exists = sum < count && slot < normed && i < heads;
             const float* row = squares + i * (threads + 1) + of * chunks;
             float square = 0.0f;
@@ -303,30 +313,42 @@ __global__ void __launch_bounds__(kQkThreads, SILU ? kQkBlocks - 1 : kQkBlocks)
     }
 }
 
+template <typename T>
+struct QkForwardAnyArguments {
+    const T *qkv;
+    const void *q_weight, *k_weight;
+    T *q, *k, *v;
+    QkvShape shape;
+    i64 pairs, activated;
+    AngleArguments angle;
+};
+
 // Any head size and alignment: a warp per (token, head) reads its head twice. lane_bits is 5, q_slots and kv_slots are
 // the numbers of heads, `pairs` kHalves or kAdjacent.
 template <typename T>
 __global__ void __launch_bounds__(128, 4)
-    qk_norm_rope_fwd_any(const T* qkv, const void* q_weight, const void* k_weight, T* q, T* k, T* v,
-                         RTK_QKV_PARAMETERS, i64 pairs, i64 activated, RTK_ANGLE_PARAMETERS) {
-    const u32 slots = static_cast<u32>(q_slots + 2 * kv_slots);
+    qk_norm_rope_fwd_any(const __grid_constant__ QkForwardAnyArguments<T> args) {
+    const QkvShape shape = args.shape;
+    const u32 slots = static_cast<u32>(shape.q_slots + 2 * shape.kv_slots);
     const int lane = static_cast<int>(threadIdx.x % kWarp);
-    const u32 unit = blockIdx.x * (blockDim.x >> lane_bits) + (threadIdx.x >> lane_bits);
-    const u32 token = divided(unit, by_slots);
-    if (token >= static_cast<u32>(tokens)) return;
-    const int batch = static_cast<int>(divided(token, by_length));
-    const int place = static_cast<int>(token - batch * static_cast<u32>(length));
-    const HeadSlot slot(static_cast<int>(unit - token * slots), static_cast<int>(q_slots), static_cast<int>(kv_slots),
-                        static_cast<int>(q_heads), static_cast<int>(kv_heads));
-    const int dim = static_cast<int>(head_dim);
-    const T* x = qkv + batch * qkv_batch + place * qkv_place +
-                 dim * head_column(slot.part, slot.first, group_magic, q_extra, kv_step, k_first, v_first);
-    T* y = slot.part == kQ ? q : slot.part == kK ? k : v;
+    const u32 unit = blockIdx.x * (blockDim.x >> shape.lane_bits) + (threadIdx.x >> shape.lane_bits);
+    const u32 token = divided(unit, shape.by_slots);
+    if (token >= static_cast<u32>(shape.tokens)) return;
+    const int batch = static_cast<int>(divided(token, shape.by_length));
+    const int place = static_cast<int>(token - batch * static_cast<u32>(shape.length));
+    const HeadSlot slot(static_cast<int>(unit - token * slots), static_cast<int>(shape.q_slots),
+                        static_cast<int>(shape.kv_slots), static_cast<int>(shape.q_heads),
+                        static_cast<int>(shape.kv_heads));
+    const int dim = static_cast<int>(shape.head_dim);
+    const T* x = args.qkv + batch * shape.qkv_batch + place * shape.qkv_place +
+                 dim * head_column(slot.part, slot.first, shape.group_magic, shape.q_extra, shape.kv_step,
+                                   shape.k_first, shape.v_first);
+    T* y = slot.part == kQ ? args.q : slot.part == kK ? args.k : args.v;
     y += (static_cast<i64>(token) * slot.heads + slot.first) * dim;
     auto u = [&](int i) {
         float value[1];
         unpack<T, 1>(ptx::ld_keep<sizeof(T)>(x + i), value);
-        return activated ? silu<sizeof(T) == 2>(value[0]).value : value[0];
+        return args.activated ? silu<sizeof(T) == 2>(value[0]).value : value[0];
     };
     if (slot.part == kV) {
         for (int i = lane; i < dim; i += kWarp) store_one(y + i, u(i));
@@ -335,15 +357,15 @@ __global__ void __launch_bounds__(128, 4)
     float square = 0.0f;
     for (int i = lane; i < dim; i += kWarp) square += u(i) * u(i);
     square = warp_reduce<Sum>(square);
-    const float rstd = rsqrtf(square * static_cast<float>(inverse_dim) + static_cast<float>(eps));
-    const void* weight = slot.part == kQ ? q_weight : k_weight;
+    const float rstd = rsqrtf(square * static_cast<float>(shape.inverse_dim) + static_cast<float>(shape.eps));
+    const void* weight = slot.part == kQ ? args.q_weight : args.k_weight;
     auto normed = [&](int i) {
-        return u(i) * rstd * load_weight<T>(weight, i, weight_fp32, static_cast<float>(offset));
+        return u(i) * rstd * load_weight<T>(weight, i, shape.weight_fp32, static_cast<float>(shape.offset));
     };
-    const Angles angles = RTK_ANGLES;
+    const Angles angles = args.angle.of(shape.length);
     const TokenRows rows(angles, batch, place);
     for (int pair = lane; pair < angles.rotary / 2; pair += kWarp) {
-        const PairPlace at(pair, 0, angles.rotary, static_cast<int>(pairs));
+        const PairPlace at(pair, 0, angles.rotary, static_cast<int>(args.pairs));
         Rotation<1> r;
         load_pair<T>(angles, rows, pair, r);
         float a[1] = {normed(at.in_0)}, b[1] = {normed(at.in_1)};

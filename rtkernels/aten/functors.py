@@ -88,17 +88,17 @@ class Kernels:
             **of("V"),
         )  # fmt: skip
         self.strided = Kernel(
-            unit, "pointwise_strided", template=f"{types} INDEX64", tier=tier, max_registers=96,
+            unit, "pointwise_strided", struct=True, template=f"{types} INDEX64", tier=tier, max_registers=96,
             args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} count:i64 dims:i64 steps:i64 vectors:i64",
             **of("G"),
         )  # fmt: skip
         self.transposed = Kernel(
-            unit, "pointwise_transposed", template=types, tier=tier, max_registers=96,
+            unit, "pointwise_transposed", struct=True, template=types, tier=tier, max_registers=96,
             args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
             **of("T"),
         )  # fmt: skip
         self.squares = Kernel(
-            unit, "pointwise_squares", template=f"{types} TILED", tier=tier, max_registers=128,
+            unit, "pointwise_squares", struct=True, template=f"{types} TILED", tier=tier, max_registers=128,
             args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
             **of("S"),
         )  # fmt: skip

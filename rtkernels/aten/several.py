@@ -43,7 +43,7 @@ class SeveralKernels:
             args=f"{pointers} {NUMBER_ARGUMENTS} count:i64 steps:i64 aligned16:i64",
         )  # fmt: skip
         self.strided = Kernel(
-            unit, "several_strided", template=f"{types} INDEX64", max_registers=128,
+            unit, "several_strided", struct=True, template=f"{types} INDEX64", max_registers=128,
             variants=lambda target: variants("G", target),
             args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} count:i64 dims:i64 steps:i64 vectors:i64",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from support import pieces
+from support import kernel_structs, pieces
 from support.places import CEILINGS_ARE_FOR, allowed_spills, compiled_for
 
 from rtkernels.runtime import targets
@@ -133,6 +133,50 @@ def test_device_code_includes_no_toolkit_header() -> None:
         assert not sources.toolkit_headers(unit), unit
 
 
+# Kernels of more than this many arguments take one struct. Those that do not yet:
+MANY_ARGUMENTS = 32
+STILL_SEPARATE = {
+    "attention_mma_dkv": 52, "attention_mma_dq": 48, "attention_mma_quant": 47, "attention_mma_fwd": 44,
+    "attention_mma_dbias": 43, "append_kv_cache": 40, "attention_decode": 40, "attention_paged": 40, "gemm_mma": 39,
+    "attention_sm90_quant": 37, "attention_sm90_bwd": 36, "attention_sm90_fwd": 35, "qkv_split": 34, "gemm_skinny": 34,
+}  # fmt: skip
+
+
+@pytest.mark.every_op
+def test_many_arguments_are_one_struct() -> None:
+    many = {k.name: len(k.args) for k in KERNELS.values() if len(k.args) > MANY_ARGUMENTS and not k.struct}
+    more = {name: count for name, count in many.items() if count > STILL_SEPARATE.get(name, 0)}
+    assert not more, (
+        f"{more}: kernels of more than {MANY_ARGUMENTS} arguments take them as one struct. Write Kernel(..., "
+        f"struct=True), and in the kernel `const __grid_constant__ SomeArguments<T> args`; see cuda_src/rope/rope.cu"
+    )
+    gone = sorted(STILL_SEPARATE.keys() - many.keys())
+    assert not gone, f"remove {', '.join(gone)} from STILL_SEPARATE"
+
+
+def test_members_of_a_struct_are_those_of_its_bases_then_its_own() -> None:
+    text = """
+inline constexpr int kDims = 2;
+template <typename T>
+struct Pointers {
+    const T *x, *y;
+    T* out;
+};
+struct Sizes {
+    i64 n[kDims], rows;  // of the input
+
+    RTK_DEVICE i64 all() const { return rows; }
+};
+template <typename T>
+struct Arguments : Pointers<T> {
+    Sizes sizes;
+    double eps;
+};
+"""
+    wanted = ["const T* x", "const T* y", "T* out", "i64 n0", "i64 n1", "i64 rows", "double eps"]
+    assert kernel_structs.members(text, "Arguments<T>") == wanted
+
+
 @pytest.mark.every_op
 def test_kernel_parameters_match_their_records() -> None:
     """The packed argument buffer is read by position: a record that is one off would shift every argument.
@@ -148,5 +192,10 @@ def test_kernel_parameters_match_their_records() -> None:
         listed = signature[1]
         for macro, body in re.findall(r"#define (RTK_\w+) +(.*)", text):  # parameters that several kernels share
             listed = re.sub(rf"\b{macro}\b", lambda _, body=body: body, listed)
-        problem = pieces.parameters(kernel, [" ".join(part.split()) for part in listed.split(",")])
+        listed = " ".join(listed.split())
+        if kernel.struct:
+            maps, _, struct = listed.rpartition("const __grid_constant__ ")
+            assert struct, f"{kernel!r} has struct=True, but cuda_src/{kernel.unit} has {listed}"
+            listed = maps + ", ".join(kernel_structs.members(text, struct.rpartition(" ")[0]))
+        problem = pieces.parameters(kernel, [part.strip() for part in listed.split(",")])
         assert not problem, problem

@@ -287,12 +287,14 @@ class _Driver:
 
     CUDADriverError = RuntimeError
 
-    def __init__(self, kinds: str, maps: int) -> None:
-        self.kinds, self.maps, self.stream, self.seen = kinds, maps, 0, []
+    def __init__(self, kinds: str, maps: int, *, struct: bool) -> None:
+        self.kinds, self.maps, self.struct, self.stream, self.seen = kinds, maps, struct, 0, []
 
     def _read(self, table: int) -> list[float]:
         words = ctypes.cast(table, ctypes.POINTER(ctypes.c_uint64))
-        places = [words[self.maps + i] for i in range(len(self.kinds))]
+        count = len(self.kinds)
+        places = [words[self.maps + i] for i in range(1 if self.struct else count)]
+        places = [places[0] + 8 * i for i in range(count)] if self.struct else places
         values = [struct.unpack("=" + k, ctypes.string_at(p, 8))[0] for k, p in zip(self.kinds, places, strict=True)]
         return [*(words[i] for i in range(self.maps)), *values]
 
@@ -309,8 +311,8 @@ class _Driver:
 
 @pytest.fixture
 def on_a_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], _Driver]:
-    def start(kinds: str, maps: int = 0) -> _Driver:
-        fake = _Driver(kinds, maps)
+    def start(kinds: str, maps: int = 0, *, struct: bool = False) -> _Driver:
+        fake = _Driver(kinds, maps, struct=struct)
         monkeypatch.setattr(driver, "_driver", lambda: fake)
         monkeypatch.setattr(driver, "_launch_kernel_ex", lambda: fake.launch_kernel_ex)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -323,14 +325,17 @@ def on_a_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], _Driver
 
 @pytest.mark.parametrize("overlap", (False, True))
 @pytest.mark.parametrize("maps", (0, 2))
-def test_the_driver_gets_fixed_and_other_arguments_in_their_places(on_a_driver, overlap: bool, maps: int) -> None:
+@pytest.mark.parametrize("struct", (False, True))
+def test_the_driver_gets_fixed_and_other_arguments_in_their_places(
+    on_a_driver, overlap: bool, maps: int, struct: bool
+) -> None:
     g = random.Random(maps)
     for count in (1, 3, 12, 40):
         for share in (0.0, 0.3, 0.8, 1.0):
             kinds = "".join(g.choice("Qqd") for _ in range(count))
-            fake = on_a_driver(kinds, maps)
+            fake = on_a_driver(kinds, maps, struct=struct)
             fixed = {i: g.randrange(1000) for i in range(count) if g.random() < share}
-            arguments = driver.Arguments(maps, kinds, fixed)
+            arguments = driver.Arguments(maps, kinds, fixed, struct=struct)
             launch = driver.launcher(7, arguments, 0, (5, 2, 1), 64, 128, overlap=overlap, cluster=1)
             tensor_maps = [TensorMap() for _ in range(maps)]
             for nth in range(3):  # the second launch has the slot of the first, the third another stream

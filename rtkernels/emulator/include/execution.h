@@ -213,15 +213,24 @@ struct MakeIndices<0, I...> {
 
 template <typename T>
 T argument(const u64* slot) {
-    static_assert(sizeof(T) == 8, "kernel parameters are pointers, long long and double");
+    static_assert(sizeof(T) % 8 == 0, "kernel parameters are pointers, long long and double, or structs of these");
     T value;
-    __builtin_memcpy(&value, slot, 8);
+    __builtin_memcpy(&value, slot, sizeof(T));
     return value;
+}
+
+// The first word of parameter `nth`.
+template <typename... P>
+constexpr int place_of(int nth) {
+    const int words[] = {static_cast<int>(sizeof(P) / 8)..., 0};
+    int place = 0;
+    for (int i = 0; i < nth; ++i) place += words[i];
+    return place;
 }
 
 template <typename... P, int... I>
 void call_with(void (*kernel)(P...), const u64* args, Indices<I...>) {
-    kernel(argument<P>(args + I)...);
+    kernel(argument<P>(args + place_of<P...>(I))...);
 }
 
 template <typename... P>

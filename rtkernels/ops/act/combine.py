@@ -32,7 +32,7 @@ _MAX_THREADS = (256, 128)  # of a block, of combine and combine_three
 _PER_THREAD = 2  # vectors, in combine
 _WAVE_THREADS = 1024  # of an SM, with 64 registers each
 _KERNEL = Kernel(
-    "act/combine.cu", "combine", template="T FORMAT ALIGNED", max_registers=168,
+    "act/combine.cu", "combine", struct=True, template="T FORMAT ALIGNED", max_registers=168,
     args="x:ptr add0:ptr add1:ptr mul0:ptr mul1:ptr base0:ptr base1:ptr quant_scale:ptr amax:ptr factor:ptr out:ptr "
     "kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 x_stride:i64 "
     + " ".join(f"{name}_stride:i64 {name}_each:i64" for name in OPERANDS)

@@ -18,7 +18,7 @@ MAX_INDICES = 2
 _THREADS = 256
 _EACH = 4  # units of a thread
 _SCATTER = Kernel(
-    "index/scatter.cu", "scatter_units", template="BYTES INDICES", max_registers=56, tier="aten",
+    "index/scatter.cu", "scatter_units", struct=True, template="BYTES INDICES", max_registers=56, tier="aten",
     variants=[(b, i) for b in (1, 2, 4, 8, 16) for i in (1, 2)],
     args="out:ptr source:ptr first_index:ptr second_index:ptr value:i64 units:i64 from_end:i64 first_n:i64 "
     "first_stride:i64 first_int64:i64 second_n:i64 second_stride:i64 second_int64:i64 size1:i64 size2:i64 size3:i64 "

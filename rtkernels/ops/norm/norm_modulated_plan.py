@@ -22,7 +22,7 @@ _RESULTS = ("out", "residual_out", "kept", "scale_out", "global_out")
 _MAX_THREADS = 512
 _WAVE_THREADS = 512  # per SM: above that a thread has two vectors
 _KERNEL = Kernel(
-    "norm/norm_modulated.cu", "norm_modulated", template="T FORMAT ALIGNED", max_registers=128,
+    "norm/norm_modulated.cu", "norm_modulated", struct=True, template="T FORMAT ALIGNED", max_registers=128,
     args="x:ptr residual:ptr gate:ptr bias:ptr weight:ptr norm_bias:ptr scale:ptr shift:ptr channel_scale:ptr "
     "quant_scale:ptr amax:ptr out:ptr residual_out:ptr kept:ptr scale_out:ptr global_out:ptr rows:i64 cols:i64 "
     "x_stride:i64 residual_stride:i64 gate_stride:i64 gate_each:i64 scale_stride:i64 scale_each:i64 shift_stride:i64 "

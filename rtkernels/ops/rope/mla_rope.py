@@ -30,11 +30,11 @@ _DIMS = (
     "pos_batch:i64 pos_place:i64 k_batch:i64 k_place:i64 k_head:i64 v_batch:i64 v_place:i64 v_head:i64 "
 ) + angles_of.ARGS
 _FWD = Kernel(
-    _UNIT, "mla_rope_kv_fwd", template="T VEC", max_registers=64,
+    _UNIT, "mla_rope_kv_fwd", struct=True, template="T VEC", max_registers=64,
     args="kv:ptr k_pos:ptr k:ptr v:ptr " + _DIMS, variants=_VECTORS,
 )  # fmt: skip
 _BWD = Kernel(
-    _UNIT, "mla_rope_kv_bwd", template="T VEC", max_registers=64,
+    _UNIT, "mla_rope_kv_bwd", struct=True, template="T VEC", max_registers=64,
     args="dk:ptr dv:ptr dkv:ptr dk_pos:ptr " + _DIMS, variants=_VECTORS,
 )  # fmt: skip
 KERNELS = (_FWD, _BWD)

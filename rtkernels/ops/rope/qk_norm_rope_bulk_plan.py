@@ -49,7 +49,7 @@ def _variants(target: Target) -> Iterator[tuple[str, int, bool, int]]:
 
 BWD_BULK = Kernel(
     "rope/qk_norm_rope_bwd_bulk.cu", "qk_norm_rope_bwd_bulk", template="T PAIRS SILU HEAD_WARPS", max_registers=168,
-    needs=("tma",),
+    needs=("tma",), struct=True,
     args="dq:ptr dk:ptr dv:ptr qkv:ptr q_weight:ptr k_weight:ptr dqkv:ptr partial:ptr dq_batch:i64 dq_place:i64 "
     "dq_head:i64 dk_batch:i64 dk_place:i64 dk_head:i64 dv_batch:i64 dv_place:i64 dv_head:i64 dqkv_batch:i64 "
     "dqkv_place:i64 tokens:i64 length:i64 inner:i64 batch_inner:i64 qkv_batch:i64 qkv_place:i64 q_heads:i64 "

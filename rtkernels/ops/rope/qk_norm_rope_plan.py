@@ -65,19 +65,19 @@ def _bwd_variants(target: Target) -> Iterator[tuple[Any, ...]]:
 
 
 FWD = Kernel(
-    _FWD_UNIT, "qk_norm_rope_fwd", template="T SILU", max_registers=64,
+    _FWD_UNIT, "qk_norm_rope_fwd", struct=True, template="T SILU", max_registers=64,
     args=_FWD_POINTERS + _FWD_DIMS + angles_of.ARGS, variants=[(t, s) for t in TYPES for s in _SILU],
 )  # fmt: skip
 FWD_ANY = Kernel(
-    _FWD_UNIT, "qk_norm_rope_fwd_any", template="T", max_registers=80,
+    _FWD_UNIT, "qk_norm_rope_fwd_any", struct=True, template="T", max_registers=80,
     args=_FWD_POINTERS + _DIMS + "pairs:i64 activated:i64 " + angles_of.ARGS, variants=[(t,) for t in TYPES],
 )  # fmt: skip
 BWD = Kernel(
-    _BWD_UNIT, "qk_norm_rope_bwd", template="T PAIRS SILU HEADS THREADS", max_registers=208,
+    _BWD_UNIT, "qk_norm_rope_bwd", struct=True, template="T PAIRS SILU HEADS THREADS", max_registers=208,
     args=_BWD_ARGS.format("walkers:i64 inner:i64 batch_inner:i64 neighbours:i64"), variants=_bwd_variants,
 )  # fmt: skip
 BWD_ANY = Kernel(
-    _BWD_UNIT, "qk_norm_rope_bwd_any", template="T", max_registers=120,
+    _BWD_UNIT, "qk_norm_rope_bwd_any", struct=True, template="T", max_registers=120,
     args=_BWD_ARGS.format("pairs:i64 activated:i64"), variants=[(t,) for t in TYPES],
 )  # fmt: skip
 

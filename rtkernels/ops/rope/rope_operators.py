@@ -39,20 +39,23 @@ _ROPE_ARGS = (
     + angles_of.ARGS
 )
 ROPE = Kernel(
-    UNIT, "rope", template="T PAIRS", max_registers=112,
+    UNIT, "rope", struct=True, template="T PAIRS", max_registers=112,
     args=_ROPE_ARGS, variants=[(t, pairs) for t in TYPES for pairs in (angles_of.GATHER, angles_of.SCATTER)],
 )  # fmt: skip
 ROPE_TOKEN = Kernel(
-    UNIT, "rope_token", template="T", max_registers=64,
+    UNIT, "rope_token", struct=True, template="T", max_registers=64,
     args="q:ptr k:ptr q_out:ptr k_out:ptr tokens:i64 length:i64 q_heads:i64 k_heads:i64 q_slots:i64 k_slots:i64 "
     "groups:i64 block_tokens:i64 lanes:i64 begin:i64 width:i64 first:i64 pairs:i64 flags:i64 q_batch:i64 q_place:i64 "
     "q_head:i64 k_batch:i64 k_place:i64 k_head:i64 q_out_batch:i64 q_out_place:i64 q_out_head:i64 k_out_batch:i64 "
     "k_out_place:i64 k_out_head:i64 by_lanes:i64 by_slots:i64 by_length:i64 " + angles_of.ARGS,
     variants=[(t,) for t in TYPES],
 )  # fmt: skip
-ROPE_ANY = Kernel(UNIT, "rope_any", template="T", args=_ROPE_ARGS, variants=[(t,) for t in TYPES], max_registers=56)
+ROPE_ANY = Kernel(
+    UNIT, "rope_any", struct=True, template="T", max_registers=56,
+    args=_ROPE_ARGS, variants=[(t,) for t in TYPES],
+)  # fmt: skip
 TABLES = Kernel(
-    UNIT, "rope_tables", template="T", max_registers=40,
+    UNIT, "rope_tables", struct=True, template="T", max_registers=40,
     args="cos_out:ptr sin_out:ptr tokens:i64 length:i64 width:i64 " + angles_of.ARGS, variants=[(t,) for t in TYPES],
 )  # fmt: skip
 

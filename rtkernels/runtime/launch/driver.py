@@ -45,10 +45,13 @@ class Arguments:
         kinds: A ``struct`` format character for each argument after them.
         fixed: Arguments that are the same in every launch, by position after the tensor maps. Launches do not take
             them; they are written when a slot is created.
+        struct: The kernel takes the buffer as one parameter, not every argument as its own.
     """
 
-    def __init__(self, maps: int, kinds: str, fixed: Mapping[int, int | float] | None = None) -> None:
-        self.maps, self.fixed, self._kinds = maps, dict(fixed or {}), kinds
+    def __init__(
+        self, maps: int, kinds: str, fixed: Mapping[int, int | float] | None = None, *, struct: bool = False
+    ) -> None:
+        self.maps, self.fixed, self._kinds, self._struct = maps, dict(fixed or {}), kinds, struct
         # The ranges that a launch writes. A few fixed arguments are written again if that avoids a separate
         # ``pack_into`` call for the arguments before and after them.
         self.stretches: list[tuple[int, int]] = []
@@ -63,7 +66,7 @@ class Arguments:
 
     def slot(self) -> _Slot:
         """Return memory for the arguments of one launch."""
-        slot = _Slot(self.maps, len(self._kinds))
+        slot = _Slot(self.maps, len(self._kinds), struct=self._struct)
         for place, value in self.fixed.items():
             struct.pack_into("=" + self._kinds[place], slot.buffer, 8 * place, value)
         return slot
@@ -164,10 +167,11 @@ class _Slot:
 
     __slots__ = ("buffer", "config", "pointers", "send", "stream", "table")
 
-    def __init__(self, maps: int, count: int) -> None:
+    def __init__(self, maps: int, count: int, *, struct: bool) -> None:
         self.buffer = (ctypes.c_uint64 * count)()
         base = ctypes.addressof(self.buffer)
-        self.table = (ctypes.c_uint64 * (maps + count))(*[0] * maps, *range(base, base + 8 * count, 8))
+        parameters = 1 if struct else count
+        self.table = (ctypes.c_uint64 * (maps + parameters))(*[0] * maps, *range(base, base + 8 * parameters, 8))
         self.pointers = ctypes.addressof(self.table)
         self.config = (ctypes.c_uint8 * _CONFIG.size)()
 

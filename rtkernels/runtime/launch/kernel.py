@@ -40,6 +40,8 @@ class Kernel:
         template: Names of the template parameters, for readers.
         args: ``"x:ptr rows:i64 eps:f64"``; every argument is eight bytes. Tensor maps (``x:tmap``, passed as
             ``tensor_map.TensorMap``) come before all others.
+        struct: The arguments after the tensor maps are the members of one ``const __grid_constant__`` struct. Required
+            from 33 arguments on.
         variants: Template arguments to build ahead of time: tuples, or a function of the target that returns them.
         rare: Further ones, of a kernel with hundreds, that few programs launch: ``warm(every_variant=True)`` builds
             them as well.
@@ -70,6 +72,7 @@ class Kernel:
         flags: tuple[str, ...] = (),
         tier: str = "core",
         rare: Sequence[Variant] | Callable[[Target], Iterable[Variant]] = (),
+        struct: bool = False,
     ) -> None:
         if tier not in TIERS:
             raise ValueError(f"kernel {entry} has tier {tier!r}; expected one of {', '.join(TIERS)}")
@@ -78,6 +81,7 @@ class Kernel:
         self.name = entry
         self.template = tuple(template.split())
         self.args = _parsed(entry, args)
+        self.struct = struct
         self.max_registers = max_registers
         self.needs = needs
         self.emulated = emulated
@@ -163,7 +167,7 @@ class Kernel:
         overlap = overlap and "pdl" in device_info(device).target.features
         last = dict(enumerate(ending, len(self.args) - len(ending)))
         places = {place - self._maps: value for place, value in {**last, **(fixed or {})}.items()}
-        arguments = driver.Arguments(self._maps, self._kinds, places)
+        arguments = driver.Arguments(self._maps, self._kinds, places, struct=self.struct)
         how = {"overlap": overlap, "cluster": cluster, "resident": resident}
         launch = driver.launcher(function, arguments, device, dims, block, shared, **how)
         launch.with_fixed = lambda more: self.bind(

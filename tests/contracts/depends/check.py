@@ -52,7 +52,8 @@ def _described(value: Any, given: Given) -> Any:
 def _bits(t: Tensor) -> str:
     with torch.no_grad():
         plain = t.detach().resolve_neg().resolve_conj().cpu().contiguous()
-        return hashlib.sha1(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        flat = plain.new_empty(plain.numel()).copy_(plain.reshape(-1))  # one element may have any stride
+        return hashlib.sha1(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def fresh(call: Call, way: Way) -> tuple[Any, ...]:

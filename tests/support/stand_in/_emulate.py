@@ -74,7 +74,7 @@ def _run(
     cluster: int = 1, resident: bool = False, overlap: bool = False,
 ) -> int:  # fmt: skip
     kernel, variant = device.kernels[function - 1]
-    words = (ctypes.c_uint64 * len(kernel.args)).from_address(pointers)
+    words = _addresses(kernel, pointers)
     blocks = _Blocks(device)
     values: list[Any] = []
     for word, (_, kind) in zip(words, kernel.args, strict=True):
@@ -89,6 +89,14 @@ def _run(
     emulator.bind(kernel, variant, device.features, grid, block, shared, together, **how)(*values)
     device.count_emulated()
     return 0
+
+
+def _addresses(kernel: Any, pointers: int) -> list[int]:
+    """Return where each argument of a launch is."""
+    maps = sum(kind == "tmap" for _, kind in kernel.args)
+    count = len(kernel.args)
+    words = list((ctypes.c_uint64 * (maps + 1 if kernel.struct else count)).from_address(pointers))
+    return words if not kernel.struct else [*words[:maps], *range(words[maps], words[maps] + 8 * (count - maps), 8)]
 
 
 class _Blocks:
