@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
-    commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; see `e2e train --help`")
+    commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table and the generated pages of docs/")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")

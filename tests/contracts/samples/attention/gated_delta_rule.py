@@ -14,7 +14,10 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 CALLS = {
     "gated_delta_rule": lambda x, ids: rtkernels.gated_delta_rule(
-        *(_heads(factor * x)[None] for factor in (1, 2, 3)), -x[None, :, :4].abs(), x[None, :, :4].sigmoid(), l2norm=True
+        *(_heads(factor * x)[None] for factor in (1, 2, 3)),
+        -x[None, :, :4].abs(),
+        x[None, :, :4].sigmoid(),
+        l2norm=True,
     ),
     "gated_delta_rule_step": lambda x, ids: rtkernels.gated_delta_rule_step(
         *(_heads(x.detach()),) * 3, -x.detach()[:, :4].abs(), x.detach()[:, :4].sigmoid(),
