@@ -24,7 +24,7 @@ from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
 from rtkernels.runtime.layout import row_count
 
-MAX_ROWS = 8  # of a step; with 16 the usual products are faster (H200)
+MAX_ROWS = 8  # of a step; docs/decisions/gemm.md has the measurements
 _HALVES = (torch.bfloat16, torch.float16)
 _NORMS = ("rms_norm", "served_norm")
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
