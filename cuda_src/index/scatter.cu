@@ -24,7 +24,7 @@ struct ScatterArguments {
         first0, first1, first2, first3, second0, second1, second2, second3;
 };
 
-template <int BYTES, int INDICES>
+template <int BYTES>
 __global__ void __launch_bounds__(256)
     scatter_units(const __grid_constant__ ScatterArguments args) {
     const i64 begin = static_cast<i64>(blockIdx.x) * (256 * kScatterUnits) + threadIdx.x;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256)
                                    args.first_int64);
         to[k] = c.dot(args.out0, args.out1, args.out2, args.out3);
         to[k] += checked_index(first, args.from_end, args.first_n) * args.first_stride;
-        if constexpr (INDICES == 2) {
+        if (args.second_index != nullptr) {
             const i64 at_second = c.dot(args.second0, args.second1, args.second2, args.second3);
             const i64 second = index_at(args.second_index, at_second, args.second_int64);
             to[k] += checked_index(second, args.from_end, args.second_n) * args.second_stride;

@@ -16,7 +16,7 @@ namespace rtk {
 // them) of its row, so cols <= CHUNKS * VEC * threads_per_row. Grid: rows / groups per block. weight and bias are
 // loaded at the end: other blocks have left them in L1, and their registers are better spent on more blocks. Blocks of
 // at most 512 threads, or 384 with CHUNKS 6: with fewer vectors a thread, an SM has room for two blocks of long rows only.
-template <typename T, typename W, int CHUNKS, bool RESIDUAL>
+template <typename T, typename W, int CHUNKS>
 __global__ void __launch_bounds__(CHUNKS > 4 ? 384 : sizeof(W) > sizeof(T) ? 512 : 768, CHUNKS > 4 ? 2 : 1)
     layer_norm_fwd(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, i64 rows, i64 cols,
                    i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps, double offset) {
@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 384 : sizeof(W) > sizeof(T) ? 512
     const float count = static_cast<float>(static_cast<int>(cols));
     const bool weighted = weight != nullptr, biased = bias != nullptr;
     x += row * x_stride + column;
-    if constexpr (RESIDUAL) residual += row * residual_stride + column, sum += row * cols + column;
+    const bool summed = residual != nullptr;
+    if (summed) residual += row * residual_stride + column, sum += row * cols + column;
     weight += column;
     bias += column;
     y += row * cols + column;
@@ -45,11 +46,9 @@ __global__ void __launch_bounds__(CHUNKS > 4 ? 384 : sizeof(W) > sizeof(T) ? 512
     float total = 0.0f;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        if constexpr (RESIDUAL) {
-            if (column + c * pitch < end) {
-                raw[c] = add_rounded<T, VEC>(raw[c], load_raw<T, VEC>(residual + c * pitch));
-                ptx::st<16>(sum + c * pitch, raw[c]);
-            }
+        if (summed && column + c * pitch < end) {
+            raw[c] = add_rounded<T, VEC>(raw[c], load_raw<T, VEC>(residual + c * pitch));
+            ptx::st<16>(sum + c * pitch, raw[c]);
         }
         float h[VEC];
         unpack<T, VEC>(raw[c], h);

@@ -185,9 +185,8 @@ __global__ void __launch_bounds__(512, sizeof(W) == 2 && !CENTRED ? 2 : 1)
 }
 
 // The statistics of the first `rows` rows, and the sum if there is a residual. From there up to `all_rows` rstd is set
-// to -1, which no row has: not computed yet. `ticket` (may be null) becomes 0. CENTRED with null for mean is not
-// centred.
-template <typename T, int VEC, bool CENTRED>
+// to -1, which no row has: not computed yet. `ticket` (may be null) becomes 0. Centred unless mean is null.
+template <typename T, int VEC>
 __global__ void __launch_bounds__(512)
     norm_fp8_stats(const T* x, const T* residual, T* sum, float* rstd, float* mean, u32* ticket, i64 rows, i64 all_rows,
                    i64 cols, i64 x_stride, i64 residual_stride, i64 threads_per_row, double eps) {
@@ -203,7 +202,7 @@ __global__ void __launch_bounds__(512)
     if (residual != nullptr) residual += row * residual_stride, sum += row * cols;
     auto reduce = [&](float v, int phase) { return group_reduce<Sum, false>(v, group, scratch, phase); };
     const RowStatistics found =
-        row_statistics<T, VEC, CENTRED, 4>(x, residual, sum, end, static_cast<float>(static_cast<int>(cols)),
+        row_statistics<T, VEC, true, 4>(x, residual, sum, end, static_cast<float>(static_cast<int>(cols)),
                                            static_cast<float>(eps), mean != nullptr, group.thread, group.threads,
                                            reduce);
     if (group.thread == 0 && row < rows) {

@@ -20,28 +20,28 @@ struct TileIndex {
     }
 };
 
-// 1 x 128. kLanes neighbouring lanes (a lane team) share a scale group. A warp has kSets groups per lane team: ACROSS
-// times those of its lane teams side by side, in each of kSets / ACROSS rows; so it stores the scales of neighbouring
-// groups, or, with ACROSS 1, of neighbouring rows. The warps of a block are stacked along the rows. The scale of row m,
-// group j goes to scale[m * scale_row + j * scale_group].
-template <typename T, typename F8, int VEC, int ACROSS>
+// 1 x 128. kLanes neighbouring lanes (a lane team) share a scale group. A warp has kSets groups per lane team: kAcross
+// times those of its lane teams side by side, in each of kSets / kAcross rows; so it stores the scales of neighbouring
+// groups. The warps of a block are stacked along the rows. The scale of row m, group j goes to scale[m * scale_row + j *
+// scale_group].
+template <typename T, typename F8, int VEC>
 __global__ void __launch_bounds__(256, 4)
     quantize_fp8_group(const T* x, F8* q, float* scale, i64 rows, i64 cols, i64 x_stride, i64 scale_row,
                        i64 scale_group, i64 column_tiles, i64 pow2) {
     constexpr int kLanes = kGroup / VEC, kLaneTeams = kWarp / kLanes;
     constexpr int kVectors = kGroup / (kLanes * VEC);
-    constexpr int kSets = 8, kDown = kSets / ACROSS;
+    constexpr int kSets = 8, kAcross = 32 / VEC, kDown = kSets / kAcross;
     constexpr int kAside = kLaneTeams * kGroup;
     const TileIndex tile(column_tiles);
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane_team = static_cast<int>(threadIdx.x) % kWarp / kLanes;
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    const i64 first_group = tile.column * (ACROSS * kLaneTeams) + lane_team, first_column = first_group * kGroup + lane * VEC;
+    const i64 first_group = tile.column * (kAcross * kLaneTeams) + lane_team, first_column = first_group * kGroup + lane * VEC;
     const i64 first_row = (tile.row * (static_cast<int>(blockDim.x) / kWarp) + warp) * kDown;
     const int rows_here = static_cast<int>(min(rows - first_row, static_cast<i64>(kDown)));
-    const int columns_here = static_cast<int>(min(cols - first_column, static_cast<i64>(ACROSS * kAside)));
+    const int columns_here = static_cast<int>(min(cols - first_column, static_cast<i64>(kAcross * kAside)));
 
     auto inside = [&](int k, int p) {
-        return k / ACROSS < rows_here && k % ACROSS * kAside + p * kLanes * VEC < columns_here;
+        return k / kAcross < rows_here && k % kAcross * kAside + p * kLanes * VEC < columns_here;
     };
     Raw<sizeof(T) * VEC> raw[kSets][kVectors];
     const T* from = x + first_row * x_stride + first_column;
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(256, 4)
 #pragma unroll
         for (int p = 0; p < kVectors; ++p) {
             clear(raw[k][p]);
-            if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + k % ACROSS * kAside + p * kLanes * VEC);
+            if (inside(k, p)) raw[k][p] = load_raw<T, VEC>(from + k % kAcross * kAside + p * kLanes * VEC);
         }
-        if (k % ACROSS == ACROSS - 1) from += x_stride;
+        if (k % kAcross == kAcross - 1) from += x_stride;
     }
     float max_abs[kSets];
 #pragma unroll
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(256, 4)
     // Lane k computes and stores the scale of set k.
     const float own = fp8_scale<F8>(scattered_max<kSets, kLanes>(max_abs), pow2 != 0);
     const float own_inverse = __frcp_rn(own);
-    const int own_row = lane / ACROSS, own_group = lane % ACROSS * kLaneTeams;
+    const int own_row = lane / kAcross, own_group = lane % kAcross * kLaneTeams;
     if (lane < kSets && own_row < rows_here && own_group * kGroup < columns_here + lane * VEC)
         scale[(first_row + own_row) * scale_row + (first_group + own_group) * scale_group] = own;
     F8* to = q + first_row * cols + first_column;
@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(256, 4)
             if (inside(k, p)) {
                 float v[VEC];
                 unpack<T, VEC>(raw[k][p], v);
-                ptx::st<VEC>(to + k % ACROSS * kAside + p * kLanes * VEC, quantized<F8>(v, inverse));
+                ptx::st<VEC>(to + k % kAcross * kAside + p * kLanes * VEC, quantized<F8>(v, inverse));
             }
         }
-        if (k % ACROSS == ACROSS - 1) to += cols;
+        if (k % kAcross == kAcross - 1) to += cols;
     }
 }
 

@@ -18,8 +18,8 @@ MAX_INDICES = 2
 _THREADS = 256
 _EACH = 4  # units of a thread
 _SCATTER = Kernel(
-    "index/scatter.cu", "scatter_units", struct=True, template="BYTES INDICES", max_registers=56, tier="aten",
-    variants=[(b, i) for b in (1, 2, 4, 8, 16) for i in (1, 2)],
+    "index/scatter.cu", "scatter_units", struct=True, template="BYTES", max_registers=56, tier="aten",
+    variants=[(b,) for b in (1, 2, 4, 8, 16)],
     args="out:ptr source:ptr first_index:ptr second_index:ptr value:i64 units:i64 from_end:i64 first_n:i64 "
     "first_stride:i64 first_int64:i64 second_n:i64 second_stride:i64 second_int64:i64 size1:i64 size2:i64 size3:i64 "
     "divider1:i64 divider2:i64 divider3:i64 out0:i64 out1:i64 out2:i64 out3:i64 source0:i64 source1:i64 source2:i64 "
@@ -65,7 +65,7 @@ def _plan(
     units = product(sizes)
     dividers = [divisor(n) for n in sizes[1:]] if units < 2**31 else [0, 0, 0]
     moved = [step for i in (1, 2) for step in (*(outer[i] * size for outer in walk[:3]), inner[i] * unit)]
-    launch = _SCATTER.bind((unit, len(indices)), device, -(-units // (_THREADS * _EACH)), _THREADS)
+    launch = _SCATTER.bind((unit,), device, -(-units // (_THREADS * _EACH)), _THREADS)
     tensors = "out", 0 if source is None else "source", "first", 0 if second is None else "second"
     numbers = "value" if source is None else 0, units, int(from_end), *named[0], *(named[1:] or [(0, 0, 0)])[0]
     chosen = [dims[i] for i in (3, 4) for dims in walk]

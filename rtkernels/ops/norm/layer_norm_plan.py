@@ -80,13 +80,9 @@ _BWD_ARGS = (
     "dsum_stride:i64 threads_per_row:i64 eps:f64 offset:f64 weight_fp32:i64"
 )
 _FWD = Kernel(
-    _UNIT, "layer_norm_fwd", template="T W CHUNKS RESIDUAL", max_registers=128,
+    _UNIT, "layer_norm_fwd", template="T W CHUNKS", max_registers=128,
     args=_FWD_ARGS,
-    variants=[
-        (*types, c, r)
-        for types in WEIGHTED_TYPES
-        for c, r in ((1, False), (_REGISTER_CHUNKS, False), (_REGISTER_CHUNKS, True), (_LONG_CHUNKS, False))
-    ],
+    variants=[(*types, c) for types in WEIGHTED_TYPES for c in (1, _REGISTER_CHUNKS, _LONG_CHUNKS)],
 )  # fmt: skip
 _FWD_UNIFORM = Kernel(
     _UNIT, "layer_norm_fwd_uniform", template="T W VECTORS THREADS", max_registers=80,
@@ -200,7 +196,7 @@ def plan_fwd(
     elif aligned16 and vectors <= _REGISTER_THREADS * _REGISTER_CHUNKS:
         chunks = _vectors_per_thread(vectors) if residual is None else _REGISTER_CHUNKS
         threads = group_threads(-(-vectors // chunks), _REGISTER_THREADS)
-        kernel, variant, flags = _FWD, (t, w, chunks, residual is not None), ()
+        kernel, variant, flags = _FWD, (t, w, chunks), ()
     else:
         vec = WIDTH[t] if aligned16 else 1
         threads = group_threads(-(-cols // vec), 1024)

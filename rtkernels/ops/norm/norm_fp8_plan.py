@@ -38,10 +38,10 @@ _ROW = Kernel(
     variants=[(t, w, _ROW_CHUNKS, centred) for t, w in WEIGHTED_TYPES for centred in (False, True)],
 )  # fmt: skip
 _STATS = Kernel(
-    "norm/norm_fp8.cu", "norm_fp8_stats", template="T VEC CENTRED", max_registers=64,
+    "norm/norm_fp8.cu", "norm_fp8_stats", template="T VEC", max_registers=64,
     args=f"x:ptr residual:ptr sum:ptr {_STATISTICS} ticket:ptr rows:i64 all_rows:i64 cols:i64 x_stride:i64 "
     "residual_stride:i64 threads_per_row:i64 eps:f64",
-    variants=[(t, *rest) for t, v in WIDTH.items() for rest in ((1, True), (v, False), (v, True))],
+    variants=[(t, vec) for t, v in WIDTH.items() for vec in (1, v)],
 )  # fmt: skip
 _TILE = Kernel(
     "norm/norm_fp8_tile.cu", "norm_fp8_tile", template="T ALIGNED16 ROWS COLUMNS CENTRED", max_registers=128,
@@ -164,7 +164,7 @@ def _ring_steps(given: Normed, found: _Rows, matrix: ring.Matrix, options: dict[
     tensors = "sum" if after else "x", "weight", found.statistics[0], *found.at("q", "scale"), "scale_t"
     by_rows = given.layout == "both"
     tiles = ring.ring_step(matrix, found.scale_strides, tensors, by_rows=by_rows, after=after, **options)
-    stats = [_stats(found, found.sizes[0], False, 0, given.eps, device)] if after else []
+    stats = [_stats(found, found.sizes[0], 0, given.eps, device)] if after else []
     return Steps(*stats, tiles)
 
 
@@ -181,8 +181,7 @@ def _tile_steps(given: Normed, found: _Rows, device: int) -> Steps:
             if 2 * distance > row_tiles:
                 distance, makers = row_tiles, 0
         ticket = "ticket" if makers and device < 0 else 0  # the emulator starts blocks in any order
-        first, centred = min(rows, distance * GROUP), given.centred or not aligned
-        stats = [_stats(found, first, centred, ticket, given.eps, device)]
+        stats = [_stats(found, min(rows, distance * GROUP), ticket, given.eps, device)]
     variant = (t, True, given.layout != "transposed", True, False)
     if given.centred or not aligned:
         variant = (t, aligned, True, True, True)
@@ -198,11 +197,11 @@ def _tile_steps(given: Normed, found: _Rows, device: int) -> Steps:
     return Steps(*stats, Step(launch, source, "weight", "bias", *results, ticket, *numbers), scratch=scratch)
 
 
-def _stats(found: _Rows, first: int, centred: bool, ticket: str | int, eps: float, device: int) -> Step:
+def _stats(found: _Rows, first: int, ticket: str | int, eps: float, device: int) -> Step:
     """Return the launch for statistics of the `first` rows."""
     threads = group_threads(-(-found.sizes[1] // (4 * found.vec)), _STATS_THREADS)
     block = block_of(threads)
-    launch = _STATS.bind((found.t, found.vec, centred), device, -(-first // (block // threads)), block)
+    launch = _STATS.bind((found.t, found.vec), device, -(-first // (block // threads)), block)
     tensors = "x", "residual", *found.at("sum"), *found.statistics, ticket
     return Step(launch, *tensors, first, *found.sizes, threads, eps)
 

@@ -37,9 +37,9 @@ ROW_LONG = Kernel(
     args=_ROW_ARGS, variants=_ALIGNED16,
 )  # fmt: skip
 GROUPED = Kernel(
-    "quant/quantize_fp8_tile.cu", "quantize_fp8_group", template="T F8 VEC ACROSS", max_registers=64,
+    "quant/quantize_fp8_tile.cu", "quantize_fp8_group", template="T F8 VEC", max_registers=64,
     args="x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 scale_row:i64 scale_group:i64 column_tiles:i64 pow2:i64",
-    variants=[(t, f, v, a) for t, f, v in _ALIGNED16 for a in (1, 32 // v)],
+    variants=_ALIGNED16,
 )  # fmt: skip
 BLOCK = Kernel(
     "quant/quantize_fp8_tile.cu", "quantize_fp8_block", template="T F8 VEC", max_registers=64,

@@ -209,11 +209,10 @@ def _group(m: Matrix, t: str, f: str, pow2: int, layout: str) -> Step:
         # No group ends early and none is followed by a gap: rows of any length will do.
         rows, cols, groups = rows * groups // _SECTOR_SCALES, _SECTOR_SCALES * GROUP, _SECTOR_SCALES
         stride, strides = cols, (groups, 1)
-    lane_teams, sets = 32 * m.vec // GROUP, 8
-    across = 1 if layout == "column" or groups < _SECTOR_SCALES else _SECTOR_SCALES // lane_teams
-    tiles = -(-groups // (across * lane_teams))
+    sets, across = 8, 32 // m.vec
+    tiles = -(-groups // _SECTOR_SCALES)
     grid = tiles * -(-rows // (_GROUP_THREADS // 32 * sets // across))
-    launch = kernels.GROUPED.bind((t, f, m.vec, across), m.device, grid, _GROUP_THREADS)
+    launch = kernels.GROUPED.bind((t, f, m.vec), m.device, grid, _GROUP_THREADS)
     return Step(launch, "x", "q", "scale", rows, cols, stride, *strides, tiles, pow2)
 
 

@@ -18,7 +18,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 LARGEST_SCALE = torch.finfo(torch.float32).max
 # Vectors of 16 bytes in a thread that holds a part of a row, best ones first, and how many threads a row then has.
 _FWD_VECTORS = {1: 32, 4: 256, 3: 256, 8: 1024}
-_BWD_VECTORS = {1: 32, 2: 512, 4: 1024}
+_BWD_VECTORS = {1: 32, 4: 1024}
 _CLUSTER_VECTORS, _CLUSTER_THREADS = 5, 1024  # of a thread and of a block of softmax_fwd_few_rows, at most
 _FEW_ROWS_MIN, _BLOCK_MIN = 128, 512  # vectors of its rows, and of each block where a row has several, at least
 

@@ -28,23 +28,20 @@ _MORE_HELPERS = 4  # there
 _SMALL_HEAD = 128  # bytes
 
 
-def head_warps(target: Target, silu: bool, order: int, head_bytes: int) -> int:
+def head_warps(target: Target, silu: bool) -> int:
     """Return HEAD_WARPS of a block.
 
-    Twelve fit if the helper warps give up registers, except with silu, which needs more registers per warp. Twelve
-    are faster for small heads, because a block then copies many tokens, and for pairs by element, because their
-    rotation is more work. Otherwise they are 2 % slower at 96 and 128 elements of 16 bits (1 % faster at 192).
+    Twelve fit if the helper warps give up registers, except with silu, which needs more registers per warp. Ten would
+    be 1 to 2 % faster at heads of 96 elements of 16 bits and more, which does not pay for variants of their own.
     """
-    more = "wgmma" in target.features and not silu and (order == _BY_ELEMENT or head_bytes <= _SMALL_HEAD)
-    return _MORE_WARPS if more else _WARPS
+    return _MORE_WARPS if "wgmma" in target.features and not silu else _WARPS
 
 
 def _variants(target: Target) -> Iterator[tuple[str, int, bool, int]]:
     for t in TYPES:
         for order in PAIR_ORDERS:
             for silu in _SILU:
-                for warps in sorted({head_warps(target, silu, order, size) for size in (_SMALL_HEAD, 2 * _SMALL_HEAD)}):
-                    yield t, order, silu, warps
+                yield t, order, silu, head_warps(target, silu)
 
 
 BWD_BULK = Kernel(
@@ -146,7 +143,7 @@ def plan_bulk(
     heads = found.q_heads + 2 * found.kv_heads + stretches * stretch_heads
     stage = heads * found.head_dim * size + 256 // size * lanes + _STAGE_EXTRA
     ring = _RING_BYTES_BY_ELEMENT if order == _BY_ELEMENT else _RING_BYTES
-    warps = head_warps(info.target, silu, order, found.head_dim * size)
+    warps = head_warps(info.target, silu)
     helpers = _MORE_HELPERS if warps == _MORE_WARPS else _HELPERS
     shares = share_out(found.q_heads, found.kv_heads, lanes, stage, info.shared_per_block, ring, warps)
     if shares is None:
