@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(256)
                            const T* dstates, const T* updates, const T* drest, T* dq, T* dk, float* dg, float* dbeta,
                            i64 sequences, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
                            i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch,
-                           i64 dout_row, i64 dout_head, i64 l2norm, i64 stages, double scale_given) {
+                           i64 dout_row, i64 dout_head, i64 l2norm, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<64>;
     constexpr int kTiles = DK / 8;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(256)
     const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(heads / key_heads);
     const DeltaChunk chunk = delta_chunk(number, length, cu, static_cast<int>(sequences));
     if (chunk.rows <= 0) return;
-    const float scale = static_cast<float>(scale_given);
+    const float factor = static_cast<float>(scale);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const bool of_queries = warp < 4;
     const int own_row = 16 * (warp % 4);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
-                factors[r] = ptx::ex2(numbers[kDecays][i]) * (of_queries ? scale : -numbers[kBetas][i]);
+                factors[r] = ptx::ex2(numbers[kDecays][i]) * (of_queries ? factor : -numbers[kBetas][i]);
             }
             // Half of the columns at a time: registers.
 #pragma unroll 1
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(256)
                     const bool counts = of_queries ? j <= i : j < i;
                     // The factor of both the product and its gradient, without the norms.
                     const float decay = counts ? decay_between(numbers[kDecays][i], numbers[kDecays][j]) : 0.0f;
-                    const float beta = of_queries ? scale : -numbers[kBetas][i];
+                    const float beta = of_queries ? factor : -numbers[kBetas][i];
                     const float slope = counts ? inner[n][2 * r + c] * decay : 0.0f;
                     const float by_beta = slope * pairs[n][2 * r + c] * norm * numbers[kKeyNorms][j];
                     row_sum[r] += by_beta * beta, columns[n][c] += by_beta * beta;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(256)
             const float sum = quad_sum(row_sum[r]), of_beta = quad_sum(beta_sum[r]);
             if (lane % 4 == 0) {
                 if (of_queries) {
-                    row_sums[0][i] = sum + scale * dot;
+                    row_sums[0][i] = sum + factor * dot;
                 } else {
                     row_sums[1][i] = sum - numbers[kBetas][i] * dot - s;
                     row_sums[2][i] = s;

@@ -27,6 +27,7 @@ _FUNCTIONS = {
     "ptx/math.cuh": {
         "ex2": ("float", "float", "ex2.approx.ftz.f32 =, 0;"),
         "rcp": ("float", "float", "rcp.approx.ftz.f32 =, 0;"),
+        "sqrt_fast": ("float", "float", "sqrt.approx.ftz.f32 =, 0;"),
         "canonical": ("float", "float", "add.f32 =, 0, 0f00000000;"),
         "max_nan": ("float", "float float", "max.NaN.f32 =, 0, 1;"),
     },

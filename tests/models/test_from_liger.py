@@ -64,6 +64,7 @@ def _wanted(here: str, t: dict[str, Any]) -> Any:
         "rtk.cross_entropy(logits, labels)": f.cross_entropy(t["logits"], t["labels"]),
         "rtk.cross_entropy(logits, labels, z_loss": f.cross_entropy(capped, t["labels"], label_smoothing=0.1) + z,
         "rtk.cross_entropy(logits, labels, return": f.cross_entropy(t["logits"], t["labels"]),
+        "rtk.linear_logprob": -f.cross_entropy(t["hidden"] @ t["head"].t(), t["labels"], reduction="none"),
         "rtk.linear_cross_entropy": f.cross_entropy(t["hidden"] @ t["head"].t(), t["labels"]),
         "rtk.kl_div": f.kl_div(t["log_p"], t["log_q"], reduction="batchmean", log_target=True),
         "rtk.jsd": sum(halves),

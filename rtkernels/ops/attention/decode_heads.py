@@ -75,7 +75,7 @@ def _plan(qkv, q_weight, cos, k_cache, v_cache, rotary, interleaved, device):
         (DTYPE_TOKEN[qkv.dtype],), device, -(-batch * (q_heads + 2 * kv_heads) // _WARPS), 32 * _WARPS, overlap=True
     )
     numbers = (
-        batch, q_heads, kv_heads, dim, rotary, qkv.row_stride if batch > 1 else 0, cos.row_stride if batch > 1 else 0,
+        batch, q_heads, kv_heads, dim, rotary, qkv.row_stride if batch > 1 else 0, cos.shape[1],
         *strides, k_cache.shape[1], int(cos.shape[1] == rotary), int(interleaved), ANY_TYPE[DTYPE_TOKEN[cos.dtype]],
         ANY_TYPE[DTYPE_TOKEN[q_weight.dtype]] if q_weight is not None else 0,
     )  # fmt: skip
@@ -118,7 +118,7 @@ HEADS = Operator(
     "decode_heads",
     (
         Rows("qkv", HALVES), Dense("q_weight", FLOAT_DTYPES, optional=True),
-        Dense("k_weight", FLOAT_DTYPES, optional=True), Rows("cos", FLOAT_DTYPES), Rows("sin", FLOAT_DTYPES),
+        Dense("k_weight", FLOAT_DTYPES, optional=True), Dense("cos", FLOAT_DTYPES), Dense("sin", FLOAT_DTYPES),
         Dense("slots", None), InPlace("k_cache", None), InPlace("v_cache", None),
     ),
     options="int rotary, bool interleaved, float eps, float offset", numbers="eps offset", results="q",

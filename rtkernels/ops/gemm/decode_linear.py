@@ -13,15 +13,25 @@ from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import check_same, row_stride
-from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Operator, Rows
+from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _HALVES = (torch.bfloat16, torch.float16)
+
+
+class _Apart(Rows):
+    """Rows that do not overlap; others are copied."""
+
+    def fits(self, meta: Meta) -> bool:
+        found = row_stride(meta.shape, meta.stride) if meta.shape else None
+        return found is not None and (found >= meta.shape[-1] or meta.rows <= 1)
+
+
 _TENSORS = (
-    Rows("a", _HALVES),
-    Rows("b", None),
+    _Apart("a", _HALVES),
+    _Apart("b", None),
     Argument("scale_b", None, optional=True),
     Dense("bias", None, optional=True),
     Rows("add", None, optional=True),

@@ -72,6 +72,11 @@ def _aligned(meta: Meta) -> bool:
     return meta.misaligned == 0 and pitch % 8 == 0 and (meta.stride[0] % 8 == 0 or meta.shape[0] == 1)
 
 
+def _pairs(add: Meta) -> bool:
+    """Return whether pairs of elements begin at multiples of 4 bytes in every row."""
+    return add.misaligned % 4 == 0 and add.stride[1] % 2 == 0 and (add.stride[0] % 2 == 0 or add.shape[0] == 1)
+
+
 def _operand(name: str, meta: Meta, rows: int) -> Boxes:
     batch, n, k = meta.shape
     across = _across(meta)
@@ -86,7 +91,7 @@ def _plan(a: Meta, b: Meta | None, add: Meta | None, device: int) -> Steps:
     other = a if b is None else b
     fits = _SYMMETRIC.supports(info.target) and k > 0 and n % 8 == 0 and k % 8 == 0
     fits = fits and _across(a) == _across(other) and max(n, k, batch) < 1 << 24
-    if not (fits and _aligned(a) and _aligned(other)) or (add is not None and add.misaligned % 4):
+    if not (fits and _aligned(a) and _aligned(other) and (add is None or _pairs(add))):
         return Steps(instead=_in_torch)
     cols = tile_columns(n, batch, info.sm_count)
     stages, slots = _TILES[cols]

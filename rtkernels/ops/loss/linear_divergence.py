@@ -77,7 +77,7 @@ def linear_divergence(
         # Heads may share a weight, which Dynamo refuses for two arguments of a function.
         given = (None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias))
         teacher_hidden, teacher_weight, teacher_bias = given
-    options = (ignore_index, beta, temperature, chunk_bytes)
+    options = (check_integer("ignore_index", ignore_index), beta, temperature, chunk_bytes)
     teacher = tuple(detached(teacher_hidden, teacher_weight, teacher_bias))
     if is_grad_enabled() and needs_grad(student_hidden, student_weight, student_bias):
         return _LinearDivergence.apply(student_hidden, student_weight, student_bias, *teacher, labels, options)

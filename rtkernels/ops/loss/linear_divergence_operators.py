@@ -110,7 +110,7 @@ def _pair(student: Tensor, teacher: Tensor, stats: Tensor, temperature: float, b
     log_p = _log_probabilities(teacher, stats[2:4], temperature)
     if kind_of(beta) != MIXED:
         return log_q, log_p, log_q
-    weights = torch.tensor([beta, 1.0 - beta], device=log_q.device).log()
+    weights = torch.tensor([beta, 1.0 - beta], dtype=log_q.dtype, device=log_q.device).log()
     return log_q, log_p, torch.logaddexp(log_p + weights[0], log_q + weights[1])
 
 

@@ -130,6 +130,13 @@ def forward(
     return logprob, *of_rows, (stats, targets, *more)
 
 
+def _check_projected(trains_head: bool, wants_more: bool) -> None:
+    if trains_head:
+        raise ArgumentError("save is 'projected' and weight or bias requires a gradient; expected a frozen head")
+    if wants_more:
+        raise ArgumentError("save is 'projected' with log_sum_sq or mean_logit; expected 'stats' or 'logits'")
+
+
 @public
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
@@ -221,22 +228,16 @@ def linear_logprob(
             raise ArgumentError("temperature requires a gradient; expected none: it is not differentiable")
         temperatures, temperature = temperature, 1.0
     numbers = check_number("logit_scale", logit_scale), softcap or 0.0, check_number("temperature", temperature)
-    if is_dynamo_compiling():
-        numbers = tuple(constant(value) for value in numbers)
-    wanted = (
-        plans.ENTROPY * bool(return_entropy) + plans.LSE * bool(return_lse)
-        + plans.SQUARES * bool(return_log_sum_sq) + plans.MEAN * bool(return_mean_logit)
-        + plans.TOP1 * bool(return_top1)
-    )  # fmt: skip
+    numbers = tuple(map(constant, numbers)) if is_dynamo_compiling() else numbers
+    bits = plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1
+    returned = return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1
+    wanted = sum(bit for bit, flag in zip(bits, returned, strict=True) if flag)
     check_inputs(*map(meta_of, (hidden, weight, ids, bias, temperatures)))
     check_numbers(*numbers, chunk_bytes)
     span = (0, weight.shape[0]) if group is None else vocabulary_range(weight.shape[0], group, vocab_start, vocab_size)
     differentiates = is_grad_enabled() and needs_grad(hidden, weight, bias)
     if save == "projected" and differentiates:
-        if needs_grad(weight, bias):
-            raise ArgumentError("save is 'projected' and weight or bias requires a gradient; expected a frozen head")
-        if return_log_sum_sq or return_mean_logit:
-            raise ArgumentError("save is 'projected' with log_sum_sq or mean_logit; expected 'stats' or 'logits'")
+        _check_projected(needs_grad(weight, bias), return_log_sum_sq or return_mean_logit)
     call = Call(
         (ignore_index, *numbers, fp32_logits, chunk_bytes, *span), wanted, save if differentiates else "stats", group
     )

@@ -16,7 +16,7 @@ from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product, slab_colu
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
 from rtkernels.ops.loss.logprob_reference import Incoming, Scores
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
-from rtkernels.runtime.layout import nothing
+from rtkernels.runtime.layout import nothing, row_stride
 from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
@@ -220,7 +220,7 @@ def check(
         raise ArgumentError(f"first is {first}; expected {weight.shape[0]} columns from there in {vocabulary}")
 
 
-def _check_bwd(
+def check_bwd(
     dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats, entropy, log_sum_sq,
     targets, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary,
 ) -> None:  # fmt: skip
@@ -245,8 +245,10 @@ def _check_saved(
 ) -> None:  # fmt: skip
     incoming, tensors = (dlogprob, dentropy, dlse, dsquares, dmean), (hidden, weight, ids, bias, temperatures)
     saved, numbers = (stats, entropy, log_sum_sq, targets), (logit_scale, softcap, temperature)
-    _check_bwd(*incoming, *tensors, *saved, *numbers, chunk_bytes, first, vocabulary)
+    check_bwd(*incoming, *tensors, *saved, *numbers, chunk_bytes, first, vocabulary)
     check_shape("logits", logits.shape, (hidden.rows, padded(weight.shape[0])), "those of the forward pass")
+    if row_stride(logits.shape, logits.stride) is None:
+        raise ArgumentError(f"logits has strides {tuple(logits.stride)}; expected rows with unit stride")
     wanted = torch.float32 if fp32_logits else hidden.dtype
     check_same("logits", logits.dtype, wanted, "dtype", of="the forward pass")
 
@@ -404,7 +406,7 @@ FINISH = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "linear_logprob_bwd", (*TENSORS, *INCOMING, *_SAVED), options=f"{OPTIONS}, {_NEEDS}",
-    results="dhidden dweight dbias", outputs=_gradients, check=_check_bwd,
+    results="dhidden dweight dbias", outputs=_gradients, check=check_bwd,
     plan=lambda hidden: Steps(instead=partial(_backward, KERNELS)) if hidden.rows else IN_TORCH,
     reference=partial(_backward, PLAIN), plans_empty=True,
 )  # fmt: skip

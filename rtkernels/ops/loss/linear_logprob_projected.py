@@ -12,10 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_logprob_operators as linear
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
 from rtkernels.ops.loss.logprob_reference import CONSTANT, SLOPE, TERMS
+from rtkernels.runtime.checks import check_shape
 from rtkernels.runtime.operator.declared import Dense, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
@@ -90,6 +92,18 @@ def _backward(
     return grads.view(hidden.shape)
 
 
+def _check_bwd(
+    hidden, weight, ids, temperatures, dlogprob, dentropy, dlse, top, stats, entropy, targets, sums, first, vocabulary
+) -> None:
+    numbers = 1.0, 0.0, 1.0, 0  # whatever they are
+    incoming, tensors = (dlogprob, dentropy, dlse, None, None), (hidden, weight, ids, None, temperatures)
+    linear.check_bwd(*incoming, *tensors, stats, entropy, None, targets, *numbers, first, vocabulary)
+    check_shape("top", top.shape, (hidden.rows,), "[rows]")
+    kinds = 1 if dentropy is None else 2
+    if sums.dim() != 3 or sums.shape[0] < kinds or tuple(sums.shape[1:]) != (hidden.rows, hidden.shape[-1]):
+        raise ArgumentError(f"sums has shape {tuple(sums.shape)}; expected {(kinds, hidden.rows, hidden.shape[-1])}")
+
+
 def _launch(hidden: Tensor, *others):
     plans.raise_if_bad(hidden)
     results = _project(linear.KERNELS, hidden, *others)
@@ -118,5 +132,5 @@ BACKWARD = Operator(
      Dense("entropy", None, optional=True), Dense("targets", None), Dense("sums", None)),
     options="int ignore_index, float logit_scale, float softcap, float temperature, int first, int vocabulary",
     results="dhidden", outputs=lambda hidden: (Memory(hidden.shape, torch.float32),),
-    plan=lambda: Steps(instead=_backward), reference=_backward, plans_empty=True,
+    plan=lambda: Steps(instead=_backward), reference=_backward, plans_empty=True, check=_check_bwd,
 )  # fmt: skip

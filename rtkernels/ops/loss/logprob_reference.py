@@ -80,7 +80,7 @@ def parts(
     away = z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)
     power = away.exp()
     targets = z.gather(-1, torch.where(here, column, 0)).masked_fill(~here, -torch.inf)
-    earlier = torch.arange(cols, device=z.device) < column[:, :1]
+    earlier = torch.arange(cols, dtype=torch.int64, device=z.device) < column[:, :1]
     before = torch.where(earlier & ~z.isnan(), z, -torch.inf).amax(-1)
     shifted = (power * torch.where(away < -1000.0, -1000.0, away)).sum(-1)
     found = top, power.sum(-1), shifted, power.square().sum(-1), z.sum(-1), before

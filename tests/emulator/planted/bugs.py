@@ -182,7 +182,8 @@ REDUCE = [
 
 OTHERS = [
     Bug("elements before the rotary part not copied", "rope/rope.cu",
-        "const int at = i < first ? i : i + angles.rotary;", "const int at = i + angles.rotary;", "rope_odd_heads"),
+        "const int at = i < args.first ? i : i + angles.rotary;", "const int at = i + angles.rotary;",
+        "rope_odd_heads"),
     Bug("table row not checked", "rope/angles.cuh",
         "return row >= 0 && row < limit ? row + stream * stream_rows : -1;", "return 0;", "rope_heads"),
     Bug("sums over the lanes of two heads", "rope/qk_norm_rope.cuh",

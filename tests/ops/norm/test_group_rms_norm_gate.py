@@ -163,7 +163,7 @@ def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, mon
     bound: list[Any] = []
     monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
-    plan = plans.plan_bwd(meta, meta, meta, _meta(groups * cols), groups, 1e-6, "same", True, -1)
+    plan = plans.plan_bwd(meta, meta, meta, _meta(groups * cols), groups, 1e-6, "same", "sigmoid", False, True, -1)
     variant, _, blocks, block, shared = bound
     chunks, form = variant[1:]
     lanes, threads = plan.steps[0].arguments[-7:-5]

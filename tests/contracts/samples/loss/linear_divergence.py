@@ -9,7 +9,7 @@ from rtkernels.ops.loss.linear_divergence_operators import BACKWARD, FORWARD
 
 
 def _call(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    head = torch.linspace(-1.0, 1.0, 10 * x.shape[-1], device=x.device).view(10, -1)
+    head = torch.linspace(-1.0, 1.0, 10 * x.shape[-1], dtype=x.dtype, device=x.device).view(10, -1)
     return rtkernels.linear_divergence(x, head, x.detach() * 0.5, head, beta=0.5, labels=ids[:, 0])
 
 
@@ -19,8 +19,8 @@ CALLS = {"linear_divergence": _call}
 def samples(device: str):
     g = torch.Generator(device).manual_seed(0)
     shapes = ((2, 5, 8), (24, 8), (2, 5, 6), (24, 6), (24,), (24,))
-    tensors = [torch.randn(*shape, generator=g, device=device) for shape in shapes]
-    labels = torch.arange(10, device=device).view(2, 5)
+    tensors = [torch.randn(*shape, generator=g, dtype=torch.float32, device=device) for shape in shapes]
+    labels = torch.arange(10, dtype=torch.int64, device=device).view(2, 5)
     for beta in (0.0, 0.3, 1.0):
         options = (3, beta, 1.5, 512)
         yield FORWARD, (*tensors, labels, *options)
