@@ -17,7 +17,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 
 # As in cuda_src/multi/multi_adamw_codes.cu.
 _STATES = {torch.float32: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
-_RESIDENT = {0: 3, 1: 3, 2: 2}  # blocks of an SM
+_RESIDENT = {0: 3, 1: 2, 2: 2}  # blocks of an SM
 _NOT_ELEMENTS = (4, 5, 6, 7)  # lists of numbers per tensor, and of scales
 _KINDS = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
