@@ -465,7 +465,7 @@ def test_show_source_has_the_kernel_and_its_headers(capsys):
 # ---- demo, and the two ways to call ----------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(1000)
 def test_demo_runs_and_agrees_with_torch():
     done = shell("demo")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -162,7 +162,7 @@ def test_what_it_found_stays_away(place: str, name: str, alias: str, chosen: dic
 
 
 @emulated
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("defect", planted.DEFECTS, ids=lambda d: d.name.replace(" ", "_"))
 def test_planted_defects_are_found(defect: planted.Defect) -> None:
     """Found in a process of its own, and not found without the defect."""

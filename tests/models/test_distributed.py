@@ -165,5 +165,6 @@ CHECKS = (
 )  # fmt: skip
 
 
+@pytest.mark.one_in(1000)
 def test_two_processes_give_what_one_gives(tmp_path: Any) -> None:
     run_in_processes(CHECKS, tmp_path)

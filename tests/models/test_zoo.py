@@ -19,8 +19,6 @@ from bench.zoo import build, compare, diffusion, products, run, steps, table
 CHEAP = {  # a class and the options that have something to replace in it
     "MiniMaxM2ForCausalLM": ["default", "router"],
     "NemotronModel": ["default"],
-    "DeepseekV4Model": ["default", "attention"],
-    "HiggsAudioV2ForConditionalGeneration": ["default", "fp8"],  # an expert for audio, without tokens
     "ElectraForTokenClassification": ["default", "attention"],
     "ViTForImageClassification": ["default", "fp8"],
 }
@@ -47,6 +45,12 @@ def kept(name: str, options: list[str], library: str = "transformers") -> None:
 @pytest.mark.parametrize("name", CHEAP)
 def test_keeps_results_and_gradients(name: str) -> None:
     kept(name, CHEAP[name])
+
+
+@pytest.mark.one_in(1000)
+def test_keeps_classes_that_once_broke() -> None:
+    kept("DeepseekV4Model", ["default", "attention"])  # it adds numbers to eager attention's mask
+    kept("HiggsAudioV2ForConditionalGeneration", ["default", "fp8"])  # an expert for audio, without tokens
 
 
 @pytest.mark.slow

@@ -166,13 +166,14 @@ def replay(seed: int, count: int, *options: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.one_in(1000)
 def test_a_recorded_test_kills_a_recorded_mutant(request: pytest.FixtureRequest) -> None:
     """A cheap one, another one with every part and every new record."""
     replay(zlib.crc32(RECORD.read_bytes()) + request.config.getoption("--part"), 1, "--cheap")
 
 
 @needs_compiler
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("seed", range(2))
 def test_recorded_tests_kill_recorded_mutants(seed: int) -> None:
     """Any of them."""

@@ -177,7 +177,9 @@ SM90_CASES = tuple(
 
 
 @at("sm_90", "cuda")
-@pytest.mark.parametrize("name", (*SM90_CASES, "4 heads of q, sinks", "soft cap of 128", "long"))
+@pytest.mark.parametrize(
+    "name", (*SM90_CASES, "4 heads of q, sinks", "soft cap of 128", pytest.param("long", marks=pytest.mark.slow))
+)
 def test_the_wgmma_kernel(name: str, place: str) -> None:
     more = {
         "4 heads of q, sinks": ({"lengths": MIXED, "heads": (8, 2)}, {"causal": True, "sinks": random(8, seed=7)}),
