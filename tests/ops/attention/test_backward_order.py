@@ -13,6 +13,7 @@ import rtkernels
 from rtkernels.ops.attention import sm90_backward_order, sm90_backward_plan
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.ops.attention.sm90_backward_order import Order, backward_order, parts_of_heads
+from rtkernels.runtime.launch.device import emulate_features
 
 _ANY = Strides(0, 0, 0)
 
@@ -20,6 +21,7 @@ _ANY = Strides(0, 0, 0)
 @pytest.fixture(autouse=True)
 def emulated():
     with rtkernels.emulate("sm_90"):
+        emulate_features(90)  # as an op would, and here is none
         yield
 
 
