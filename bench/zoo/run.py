@@ -204,9 +204,24 @@ def record(path: Path, found: list[dict[str, Any]], of: int, note: str = "") -> 
     head["options"] = {name: dict(count) for name, count in table.by_option(found).items()}
     if " and " not in str(head["versions"]):  # those of every result
         found = [{name: value for name, value in result.items() if name != "versions"} for result in found]
-    lines = ",\n".join(json.dumps(result, sort_keys=True) for result in found)
+    lines = ",\n".join(json.dumps(_short(result), sort_keys=True, separators=(",", ":")) for result in found)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def _short(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without what every set of options repeats: what the default ones replace and leave."""
+    if "options" not in result:
+        return result
+    default = result["options"].get("default", {})
+    options = {"default": default} if default else {}
+    for name, found in result["options"].items():
+        if name != "default":
+            left = [site for site in found.get("left", ()) if site not in default.get("left", ())]
+            replaced = {k: n for k, n in found.get("replaced", {}).items() if n != default.get("replaced", {}).get(k)}
+            options[name] = {**found, "left": left, "replaced": replaced}
+            options[name] = {key: value for key, value in options[name].items() if value not in ([], {})}
+    return {**result, "options": options}
 
 
 def page() -> Path:

@@ -139,7 +139,7 @@ def _parts(problem: Attention, letters: str, parts: int, device: int) -> tuple[l
     p, steps, scratch = problem, [], {}
     for letter in letters:
         width, strides = (p.d_qk, p.dk) if letter == "k" else (p.d_v, p.dv)
-        to = strides or dense(p.lkv, p.heads_kv, width, p.varlen)
+        to = dense(p.lkv, p.heads_kv, width, p.varlen) if strides is None else strides
         scratch[f"parts_d{letter}"] = Memory((p.heads_kv * parts, p.rows_k, width), torch.float32)
         if letter in p.wants:
             grid = (-(-p.rows_k * (width // 8) // 256), p.heads_kv)
