@@ -24,7 +24,6 @@ CALLS = {
     "FlagGems": {
         "weight_norm": 'rtk.aten.table.select("_weight_norm_interface", None)',
         "outer": 'rtk.aten.table.select("mul", None)',
-        "instance_norm": "rtk.layer_norm(img.flatten(2), eps=1e-5)",
     },
 }
 
@@ -58,8 +57,6 @@ GAPS = [
     ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),
     *(("gn_kernels", entry, None, "no tcgen05: mma.sync on sm_100a")
       for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
-    ("FlagGems", "instance_norm", 'rtk.aten.table.select("native_batch_norm", None)',
-     "running statistics, weight and bias by channel: `F.instance_norm` stays torch's"),
     *(("FlagGems", entry, None, "convolutions are cuDNN's")
       for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
     ("FlagGems", "apply_gems_patches_to_vllm", None, "no plug-in for vLLM"),

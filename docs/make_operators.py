@@ -27,7 +27,7 @@ row W 1: _softmax _softmax_backward_data
 row W 1: _log_softmax _log_softmax_backward_data
 row W 1: native_layer_norm native_layer_norm_backward
 row W 1: native_group_norm native_group_norm_backward
-row S 1: native_batch_norm native_batch_norm_backward
+row W 1: native_batch_norm native_batch_norm_backward
 row W 1: rms_norm
 row W 1: _weight_norm_interface _weight_norm_interface_backward
 row P 1: nll_loss_forward nll_loss_backward
@@ -184,7 +184,7 @@ FUNCTIONS = {
     "flash_mla": "`rtkernels.mla_decode`",
     "fused_add_rms_norm": "`rtkernels.rms_norm` with a residual",
     "gelu_and_mul": "`rtkernels.glu`",
-    "instance_norm": "torch: a batch norm over a view",
+    "instance_norm": "`rtkernels.compat.flaggems.instance_norm`",
     "outer": "composite over `mul.Tensor`",
     "reshape_and_cache": "`rtkernels.compat.flaggems.reshape_and_cache`",
     "reshape_and_cache_flash": "`rtkernels.compat.flaggems.reshape_and_cache_flash`",
@@ -196,8 +196,6 @@ FUNCTIONS = {
 # Why an overload is left to torch.
 REASONS = {
     "_flash_attention_forward": "torch's attention backends; `rtkernels.attention` by name",
-    "native_batch_norm": "cuDNN, in training",
-    "native_batch_norm_backward": "cuDNN",
     "rms_norm": "composite: `_fused_rms_norm`, which it reaches on CUDA devices, is taken",
     "log_sigmoid": "composite: `log_sigmoid_forward` is taken",
     "quantile": "composite: `sort` is what costs",

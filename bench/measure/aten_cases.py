@@ -82,6 +82,17 @@ def _group_norm_backward(s: tuple[int, ...], t: torch.dtype, d: str) -> Argument
     return (_numbers(s, t, d), x, mean, rstd, weight, n, c, hxw, groups, [True, True, True]), {}
 
 
+def _batch_norm(s: tuple[int, ...], t: torch.dtype, d: str) -> Arguments:
+    parameters = (torch.rand(s[1:2], dtype=t, device=d) for _ in range(4))
+    return (_numbers(s, t, d), *parameters, True, 0.1, 1e-5), {}
+
+
+def _batch_norm_backward(s: tuple[int, ...], t: torch.dtype, d: str) -> Arguments:
+    (x, weight, _, mean, var, *_), _ = forward = _batch_norm(s, t, d)
+    _, saved, inverse = torch.native_batch_norm(*forward[0])
+    return (_numbers(s, t, d), x, weight, mean, var, saved, inverse, True, 1e-5, [True, True, True]), {}
+
+
 def _classes(s: tuple[int, ...], t: torch.dtype, d: str) -> tuple[torch.Tensor, torch.Tensor]:
     rows = math.prod(s[:-1])
     return _numbers((rows, s[-1]), t, d), _index((rows,), s[-1], d)
@@ -190,6 +201,8 @@ FAMILY_CASES: dict[str, Case] = {
     "_fused_rms_norm_backward": _rms_norm_backward,
     "native_group_norm": _group_norm,
     "native_group_norm_backward": _group_norm_backward,
+    "native_batch_norm": _batch_norm,
+    "native_batch_norm_backward": _batch_norm_backward,
     "_weight_norm_interface": lambda s, t, d: ((*_weights(s, t, d), 0), {}),
     "_weight_norm_interface_backward": _weight_norm_backward,
     "nll_loss_forward": lambda s, t, d: ((*_classes(s, t, d), None, 1, -100), {}),

@@ -1,4 +1,4 @@
-"""Operators of rows: softmax, log_softmax, layer, group and weight norm, with their gradients (family ``row``)."""
+"""Operators of rows: softmax, log_softmax, layer, group, batch and weight norms, with gradients (family ``row``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import NotHandled, Overload, has_cuda_kernel
-from rtkernels.ops.reduce import group_norm, row_norm, weight_norm
+from rtkernels.ops.reduce import batch_norm, group_norm, row_norm, weight_norm
 from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.strided import FLOATS
@@ -172,6 +172,70 @@ def _group_norm_backward(
     )  # fmt: skip
 
 
+def _channels_apart(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the order that makes x dense, the shape as (batch, channels, spatial) in it, and the order back."""
+    last = x.dim()
+    orders = tuple(range(last)), (0, *range(2, last), 1)
+    if not x.is_contiguous() and x.permute(orders[1]).is_contiguous():
+        return orders[1], (x.numel() // x.shape[1], x.shape[1], 1), (0, last - 1, *range(1, last - 1))
+    return orders[0], (x.shape[0], x.shape[1], x.numel() // (x.shape[0] * x.shape[1])), orders[0]
+
+
+def _channels_refused(x: Tensor, *parameters: Tensor | None) -> NotHandled | None:
+    if x.dtype not in FLOATS or (not x.is_cuda and x.dtype != torch.float32):
+        return _DTYPE  # on the CPU statistics of halves have another dtype
+    if x.numel() == 0:
+        return _EMPTY
+    if x.dim() < 2 or x.numel() == x.shape[1]:
+        return _OPTION
+    given = [p for p in parameters if p is not None]
+    if len({p.dtype for p in given}) > 1 or any(p.dtype not in (x.dtype, torch.float32) for p in given):
+        return _DTYPE
+    return None if all(p.shape == x.shape[1:2] and p.is_contiguous() for p in given) else _OPTION
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    training: bool, momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    if (refused := _channels_refused(x, weight, bias, running_mean, running_var)) is not None:
+        return refused
+    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
+        return _OPTION
+    order, shape, back = _channels_apart(x)
+    dense = x.permute(order).contiguous()
+    y, mean, rstd = batch_norm.batch_norm(
+        dense.view(shape), weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    return y.view(dense.shape).permute(back), mean, rstd
+
+
+def _batch_norm_backward(
+    grad_out: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Any,
+) -> Any:  # fmt: skip
+    refused = _channels_refused(x, weight, running_mean, running_var)
+    if refused is not None or grad_out.dtype != x.dtype:
+        return refused or _DTYPE
+    if train:
+        mean, rstd = save_mean, save_invstd
+    else:
+        mean, rstd = (
+            (None, None) if running_var is None else (running_mean.float(), (running_var.float() + eps).rsqrt())
+        )
+    if mean is None or rstd is None or mean.dtype != torch.float32 or rstd.dtype != torch.float32:
+        return _OPTION
+    order, shape, back = _channels_apart(x)
+    dense, dy = x.permute(order).contiguous(), grad_out.permute(order).contiguous()
+    wanted = output_mask[0], output_mask[1] or output_mask[2]
+    dx, sums = batch_norm.batch_norm_grads(dy.view(shape), dense.view(shape), weight, mean, rstd, train, wanted)
+    dw, db = (None, None) if sums is None else sums.to(x.dtype if weight is None else weight.dtype).unbind()
+    return (
+        None if dx is None else dx.view(dense.shape).permute(back), dw if output_mask[1] else None,
+        db if output_mask[2] else None,
+    )  # fmt: skip
+
+
 def _weights_refused(v: Tensor, g: Tensor, dim: int, *norms: Tensor) -> NotHandled | None:
     if v.dtype not in FLOATS or g.dtype != v.dtype or any(n.dtype != torch.float32 for n in norms):
         return _DTYPE
@@ -209,6 +273,9 @@ def rows() -> Iterator[Overload]:
     opinfo = ("nn.functional.group_norm",)
     yield Overload("native_group_norm", "row", _group_norm, opinfo=opinfo, replays=True)
     yield Overload("native_group_norm_backward", "row", _group_norm_backward, opinfo=opinfo, replays=True)
+    opinfo = ("nn.functional.batch_norm", "nn.functional.instance_norm")
+    yield Overload("native_batch_norm", "row", _batch_norm, opinfo=opinfo)
+    yield Overload("native_batch_norm_backward", "row", _batch_norm_backward, opinfo=opinfo)
     yield Overload("_weight_norm_interface", "row", _weight_norm, replays=True)
     yield Overload("_weight_norm_interface_backward", "row", _weight_norm_backward, replays=True)
     if has_cuda_kernel("_fused_rms_norm"):  # else a composite, not reached

@@ -1,7 +1,8 @@
-"""Functions of FlagGems and vLLM by the same names and argument orders: experts of tokens, and writing a KV cache.
+"""Functions of FlagGems and vLLM by the same names and argument orders: experts of tokens, writing a KV cache,
+``instance_norm``.
 
-They launch ``topk_router``, ``moe_index`` and ``append_kv_cache``, do not synchronise and can be captured in a CUDA
-graph.
+They launch ``topk_router``, ``moe_index``, ``append_kv_cache`` and a batch norm, do not synchronise and can be captured
+in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels.compat.instance_norm import instance_norm as instance_norm
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows

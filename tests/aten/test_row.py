@@ -232,3 +232,49 @@ def test_weight_norm(place: str, shape: tuple[int, ...]) -> None:
 
     g = torch.randn(shape[0], *[1] * (len(shape) - 1))
     compare(place, "row", both, torch.randn(shape), g, torch.randn(shape), rtol=1e-4, atol=1e-5)
+
+
+@emulated
+@at(*PLACES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "channels_last"),
+    # Channels innermost; vectors over several channels; slices of the batch; channels that end inside of a vector.
+    [((9, 6), False), ((2, 3, 5), False), ((300, 2, 16), False), ((2, 40, 3, 4), True), ((700, 5), False)],
+    ids=str,
+)
+def test_batch_norm(place: str, shape: tuple[int, ...], channels_last: bool, affine: bool, training: bool) -> None:
+    def both(x, dy, mean, var, *parameters: torch.Tensor) -> list[torch.Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in (x, *parameters)]
+        mean, var = mean.clone(), var.clone()
+        with torch.backends.cudnn.flags(enabled=False):
+            y = torch.nn.functional.batch_norm(given[0], mean, var, *given[1:], training=training, momentum=0.3)
+            y.backward(dy)
+        return [y.detach(), mean, var, *(t.grad for t in given)]
+
+    torch.manual_seed(0)
+    x, dy = torch.randn(shape) * 2 + 3, torch.randn(shape)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    statistics = torch.randn(shape[1]), torch.rand(shape[1]) + 0.1
+    parameters = [torch.randn(shape[1]) for _ in range(2)] if affine else []
+    compare(place, "row", both, x, dy, *statistics, *parameters, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parameters", ["same", "float"])
+@pytest.mark.parametrize("shape", [(4, 33, 7, 9), (257, 129), (2, 64, 32, 32)], ids=str)
+def test_batch_norm_of_halves(dtype: torch.dtype, parameters: str, shape: tuple[int, ...]) -> None:
+    def both(x, dy, *rest: torch.Tensor) -> list[torch.Tensor]:
+        x, (weight, bias) = x.detach().clone().requires_grad_(), [t.detach().clone().requires_grad_() for t in rest[:2]]
+        mean, var = (t.clone() for t in rest[2:])
+        with torch.backends.cudnn.flags(enabled=False):
+            y = torch.nn.functional.batch_norm(x, mean, var, weight, bias, training=True)
+            y.backward(dy)
+        return [y.detach(), mean, var, x.grad, weight.grad, bias.grad]
+
+    x, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(2))
+    rest = [torch.rand(shape[1], device="cuda").to(dtype if parameters == "same" else torch.float32) for _ in range(4)]
+    compare("cuda", "row", both, x, dy, *rest, rtol=0.02, atol=0.05)

@@ -18,7 +18,7 @@ DIVIDES = frozenset({"div", "floor_divide", "remainder", "fmod"})
 VERSIONS = frozenset({"isclose", "rand", "randn", "randperm"})
 # Statistics of rows with infinities are infinite or NaN, by the order of additions.
 STATISTICS = frozenset({
-    "native_layer_norm", "native_group_norm", "var_mean.correction", "std_mean.correction",
+    "native_layer_norm", "native_group_norm", "native_batch_norm", "var_mean.correction", "std_mean.correction",
 })  # fmt: skip
 # Which of equal elements an index names; the elements are compared.
 TIES = frozenset({"topk"})
@@ -28,7 +28,8 @@ SIGN_OF_ZERO: frozenset[str] = frozenset({"_unique2"})  # which of two zeros sta
 CALM = frozenset({
     "addcmul", "addcmul_", "addcmul.out", "addr", "prod", "prod.dim_int", "_softmax_backward_data",
     "_log_softmax_backward_data", "_weight_norm_interface", "_weight_norm_interface_backward", "native_group_norm",
-    "native_group_norm_backward", "cumsum",  # torch's scan rounds every partial sum
+    "native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+    "cumsum",  # torch's scan rounds every partial sum
     "nll_loss2d_forward",  # and so do its sums in float16
     "tanh_backward",  # and 1 - y^2
 })  # fmt: skip
@@ -42,7 +43,8 @@ PLAIN = frozenset({"_fused_rms_norm", "_fused_rms_norm_backward"})
 # Operators whose result may be much smaller than their operands.
 CANCELS = frozenset(
     "add sub rsub lerp addcmul addcdiv addr mse_loss_backward native_layer_norm_backward native_group_norm_backward "
-    "_fused_rms_norm_backward _weight_norm_interface_backward _softmax_backward_data tanh_backward".split()
+    "native_batch_norm_backward _fused_rms_norm_backward _weight_norm_interface_backward _softmax_backward_data "
+    "tanh_backward".split()
 )
 LOOSER: dict[str, float] = {}
 

@@ -11,7 +11,7 @@ from support.compare import running_on
 from support.places import at
 
 from rtkernels import ArgumentError
-from rtkernels.compat.flaggems import moe_align_block_size, moe_align_block_size_triton, topk_softmax
+from rtkernels.compat.flaggems import instance_norm, moe_align_block_size, moe_align_block_size_triton, topk_softmax
 
 INTEGERS = (torch.int32, torch.int64, torch.uint32)
 
@@ -135,3 +135,45 @@ def test_errors(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 4, 3, 6), (1, 3, 33)], ids=str)
+@pytest.mark.parametrize("given", ["all", "weight", "none"])
+def test_instance_norm(shape: tuple[int, ...], own: bool, given: str, place: str) -> None:
+    channels, generator = shape[1], torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(shape, generator=generator) + 2 for _ in range(2))
+    weight, bias, mean, var = torch.rand((4, channels), generator=generator) + 0.5
+    weight, bias = weight if given != "none" else None, bias if given == "all" else None
+    results = []
+    with running_on(place) as device:
+        for function in (instance_norm, torch.nn.functional.instance_norm):
+            leaves = [t if t is None else t.to(device).clone().requires_grad_() for t in (x, weight, bias)]
+            statistics = [mean.to(device).clone(), var.to(device).clone()]
+            if function is instance_norm:
+                y = function(*leaves, *statistics, own, 0.3, 1e-4)
+            else:
+                y = function(leaves[0].double(), *(t.double() for t in statistics),
+                             *(t if t is None else t.double() for t in leaves[1:]), own, 0.3, 1e-4)  # fmt: skip
+                if own:
+                    rows = x.double().flatten(2)
+                    statistics = [
+                        0.7 * mean + 0.3 * rows.mean((0, 2)), 0.7 * var + 0.3 * rows.var(2, unbiased=True).mean(0),
+                    ]  # fmt: skip
+            y.backward(dy.to(device).to(y.dtype))
+            results.append([y.detach(), *(t.grad for t in leaves if t is not None), *statistics])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), plain.cpu().double(), rtol=1e-5, atol=1e-5)
+
+
+def test_instance_norm_refuses_other_arguments() -> None:
+    x = torch.randn(2, 3, 4)
+    for wrong, named in (
+        ({"input": x[0]}, "input"), ({"input": x.double()}, "input"), ({"weight": torch.ones(4)}, "weight"),
+        ({"weight": torch.ones(3), "bias": torch.ones(3).bfloat16()}, "bias"),
+        ({"use_input_stats": False}, "running_mean"),
+        ({"running_mean": torch.ones(3)}, "running_var"), ({"input": x[:, :, :1]}, "input"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=named):
+            instance_norm(**{"input": x, **wrong})
