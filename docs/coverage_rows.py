@@ -36,7 +36,6 @@ NOT_APPLICABLE = {
 
 _SYMMETRIC = "needs symmetric memory between GPUs"
 _ZIGZAG = "with `group=`, parts of the sequence in zigzag order"
-_BY_ROWS = "fp8 weights `[K, N]` by rows"
 GAPS = [
     ("linghe", "triton_batch_scale", None, "a factor of 0 gives NaN where elements are not finite"),
     ("linghe", "triton_hadamard_quant", "rtk.quantize_fp8_hadamard(x, matrix=torch.eye(32))",
@@ -50,9 +49,6 @@ GAPS = [
     *(("linghe", entry, None, _SYMMETRIC)
       for entry in ("triton_split_tp_gemm", "symm_mem_sync", "arrive_gmem_barrier", "wait_gmem_barrier")),
     ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),
-    *(("FlashRT", entry, 'rtk.scaled_mm(a8, w8_kn, one_a, one_w, b_layout="kn")', _BY_ROWS)
-      for entry in ("fp8_gemm_descale_fp16", "fp8_gemm_descale_bf16out", "fp8_gemm_descale_f32out")),
-    ("gn_kernels", "triton_mm", 'rtk.scaled_mm(a8, w8_kn, b_layout="kn")', "8-bit b `[K, N]` by rows"),
     ("gn_kernels", "attn_mxfp8_qk", None, "q and k are dequantised to bfloat16 first"),
     ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),
     *(("gn_kernels", entry, None, "no tcgen05: mma.sync on sm_100a")

@@ -80,16 +80,16 @@ __global__ void __launch_bounds__(kReduceThreads)
                  i64 spatial, i64 per_slice) {
     const i64 slice = blockIdx.y, begin = slice * per_slice, end = min(begin + per_slice, batch);
     PairSum::State s = PairSum::identity();
-    const bool wide = spatial > 1;
+    const bool planar = spatial > 1;
     const i64 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const i64 channel = wide ? static_cast<i64>(blockIdx.x) : static_cast<i64>(blockIdx.x) * kWarp + lane;
+    const i64 channel = planar ? static_cast<i64>(blockIdx.x) : static_cast<i64>(blockIdx.x) * kWarp + lane;
     if (channel < channels) {
         const float center = mean[channel], inverse = rstd[channel];
-        const i64 count = wide ? (end - begin) * spatial : end - begin;
-        i64 entry = begin + (wide ? threadIdx.x / spatial : warp), at = wide ? threadIdx.x % spatial : 0;
-        const i64 entries = wide ? kReduceThreads / spatial : kReduceThreads / kWarp;
-        const i64 rest = wide ? kReduceThreads % spatial : 0;
-        for (i64 i = wide ? threadIdx.x : warp; i < count; i += wide ? kReduceThreads : kReduceThreads / kWarp) {
+        const i64 count = planar ? (end - begin) * spatial : end - begin;
+        i64 entry = begin + (planar ? threadIdx.x / spatial : warp), at = planar ? threadIdx.x % spatial : 0;
+        const i64 entries = planar ? kReduceThreads / spatial : kReduceThreads / kWarp;
+        const i64 rest = planar ? kReduceThreads % spatial : 0;
+        for (i64 i = planar ? threadIdx.x : warp; i < count; i += planar ? kReduceThreads : kReduceThreads / kWarp) {
             const i64 address = (entry * channels + channel) * spatial + at;
             const float g = loaded(dy, address, 0.0f), v = loaded(x, address, 0.0f);
             s.a += g * ((v - center) * inverse), s.b += g;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kReduceThreads)
             if (at >= spatial) at -= spatial, ++entry;
         }
     }
-    if (wide) {
+    if (planar) {
         s = combined<PairSum>(s, kReduceThreads);
         if (threadIdx.x != 0) return;
     } else {

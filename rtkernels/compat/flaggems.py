@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.compat.instance_norm import instance_norm as instance_norm
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.ops.reduce.instance_norm import instance_norm as instance_norm
 from rtkernels.ops.router.topk_router import topk_router
 
 _INDICES = (torch.int32, torch.int64, torch.uint32)

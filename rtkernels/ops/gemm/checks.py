@@ -139,9 +139,7 @@ def read_operand(name: str, meta: Meta, token: str, flipped: bool = False, group
     if across and token not in FLOAT16 and token != "fp32" and 0 not in shape:
         other = "m" if name == "a" else "n"
         raise ArgumentError(
-            f"{name} ({token}) has strides {tuple(meta.stride)}, contiguous along {other}; expected 1 along k: codes "
-            f"of 8 and 4 bits are not transposed here. rtkernels.transpose({name}{'' if flipped else '.t()'}) makes "
-            f"that layout, and so does quantize_fp8 with granularity 'group_t' or 'channel', or layout='both'"
+            f"{name} ({token}) has strides {tuple(meta.stride)}, contiguous along {other}; expected 1 along k"
         )
     rows, k, size = 1, shape[-1] * per, BYTES[token]
     for extent in shape[-2:-1] if groups else shape[:-1]:

@@ -9,6 +9,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan
+from rtkernels.ops.gemm.across import along_k
 from rtkernels.ops.gemm.scaled_mm import (
     as_packed,
     as_scale,
@@ -72,8 +73,10 @@ def gated_mm(
     if act not in checks.ACTIVATIONS:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(checks.ACTIVATIONS)}")
     scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
+    packed = as_packed(packed, nibble, a)
+    a, b = along_k(a, b, b_layout, packed)
     tensors = (a, b, scale_a, scale_b, global_scale, bias, None)
-    options = (recipe, b_layout, as_packed(packed, nibble, a), act, out_dtype, acc, backend)
+    options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
     if quant_out is not None:
         refuse_quantised_gradients("gated_mm", *tensors)
         return QUANTIZED.call(*tensors, *options, quant_out)

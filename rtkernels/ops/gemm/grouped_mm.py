@@ -12,6 +12,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, grouped_mm_plan
+from rtkernels.ops.gemm.across import along_k
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS, GroupedMm
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_quantised_gradients
 from rtkernels.runtime.call.public import public
@@ -105,6 +106,7 @@ def grouped_mm(
         ``[rows, n]``, contiguous, or `out`.
     """
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
+    a, b = along_k(a, b, b_layout, packed)
     tensors = (a, b, scale_a, scale_b, as_int32(offs), as_int32(m_indices), None)
     options = (align, 0, recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
@@ -159,6 +161,7 @@ def grouped_mm_masked(
     if masked_m is None:
         raise ArgumentError("masked_m is None; expected int32 [groups]: how many rows of each group count")
     scale_a, scale_b, packed = as_scale(a, scale_a), as_scale(a, scale_b), as_packed(packed)
+    a, b = along_k(a, b, b_layout, packed)
     tensors = (a, b, scale_a, scale_b, None, None, as_int32(masked_m))
     options = (1, check_integer("expected_m", expected_m), recipe, b_layout, packed, act, out_dtype, acc, backend)
     refuse_quantised_gradients("grouped_mm (not grouped_mm_masked)", a, b, scale_a, scale_b, out)

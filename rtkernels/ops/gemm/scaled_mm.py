@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, reference, scaled_mm_plan, torch_backend
+from rtkernels.ops.gemm.across import along_k
 from rtkernels.ops.gemm.backend import PRODUCTS
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS, ScaledMm
 from rtkernels.ops.quant import pack
@@ -156,9 +157,9 @@ def scaled_mm(
     and in bias and add.
 
     Args:
-        a: ``[..., m, k]``; leading dimensions are rows. Any strides (copied unless k or m has unit stride); 8-bit and
-            4-bit operands must be contiguous along k. Any object with ``__dlpack__`` is accepted; results are then of
-            the same kind.
+        a: ``[..., m, k]``; leading dimensions are rows. Any strides (copied unless k or m has unit stride). A launch of
+            its own transposes fp8 and int8 operands with unit stride along m or n; 4-bit operands must be contiguous
+            along k. Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         b: ``[n, k]``, or ``[k, n]`` as in torch.mm: the dimension with unit stride is k (see b_layout). The scales of a
             ``[k, n]`` b are transposed as well.
         scale_a: See above. A number is copied to the device.
@@ -180,8 +181,8 @@ def scaled_mm(
         quant_out: Quantise the result and return codes and scales: "1x128" (float8, scales ``[m, n/128]`` contiguous
             along m), "row" (float8, ``[m]``) or "1x16" (e2m1 in uint8 ``[m, n/2]``, e4m3 ``[m, n/16]``), with the rules
             of quantize_fp8.
-        b_layout: "nk" or "kn" states the layout of b regardless of its strides; floating-point operands may have unit
-            stride along n.
+        b_layout: "nk" or "kn" states the layout of b regardless of its strides; operands of 8 bits or more may have
+            unit stride along n.
         backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad", "mma", or "torch" for
             torch.mm, torch._scaled_mm or torch._int_mm if they support the call. ``rtkernels.explain`` shows what
             "auto" selects.
@@ -193,6 +194,7 @@ def scaled_mm(
         scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
     if packed is not None or nibble != "low":
         packed = as_packed(packed, nibble, a)
+    a, b = along_k(a, b, b_layout, packed)
     tensors = (a, b, scale_a, scale_b, global_scale, bias, add)
     options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:

@@ -57,8 +57,8 @@ def _slices(x: Meta | Tensor, device: int) -> tuple[int, int, int]:
     """Return how many blocks own channels, how many slices of the batch there are, and the entries of a slice."""
     batch, channels, spatial = x.shape
     across = channels if spatial > 1 else -(-channels // 32)
-    least = max(1, 2048 // spatial) if spatial > 1 else 64
-    slices = max(1, min(-(-batch // least), 8 * device_info(device).sm_count // across, 1024))
+    entries = max(1, 2048 // spatial) if spatial > 1 else 64
+    slices = max(1, min(-(-batch // entries), 8 * device_info(device).sm_count // across, 1024))
     per_slice = -(-batch // slices)
     return across, -(-batch // per_slice), per_slice
 

@@ -251,6 +251,11 @@ class Primitive:
         """Torch's own operator is the reference; an override that raises this gives the call back to it."""
         raise ArgumentError(f"{self.name}: a tensor has no elements; expected at least one")
 
+    @staticmethod
+    def can_launch(tensor: torch.Tensor) -> bool:
+        """Return True if a call with this tensor launches, on its device or in the emulator."""
+        return tensor.is_cuda or (tensor.is_cpu and emulator.active() is not None)
+
     def __call__(self, *args: Any) -> Any:
         first = args[0]
         if first.is_cuda:

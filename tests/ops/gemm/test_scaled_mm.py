@@ -198,6 +198,24 @@ def test_layouts(place: str) -> None:
     assert_product(_run(place, one, b.codes), *(t[:1].expand(5, 24) for t in wanted))
 
 
+@at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("token", ["e4m3", "int8"])
+def test_codes_of_8_bits_across_k(token: str, place: str) -> None:
+    device = _device(place)
+    a, b = codes(token, 12, 48, device=device), codes(token, 24, 48, device=device, seed=1)
+    scales = torch.rand(12, 1, device=device) + 0.5, torch.rand(24, 1, device=device) + 0.5
+    wanted = _run(place, a.codes, b.codes, *scales)
+    across = [t.codes.t().contiguous().t() for t in (a, b)]
+    for left, right, layout in (
+        (a.codes, across[1], "nk"), (across[0], b.codes, "auto"), (across[0], across[1], "nk"),
+        (a.codes, b.codes.t().contiguous(), "kn"), (across[0], F.pad(b.codes.t(), (8, 8))[:, 8:-8], "kn"),
+    ):  # fmt: skip
+        of_b = scales[1].t() if layout == "kn" else scales[1]
+        assert torch.equal(_run(place, left, right, scales[0], of_b, b_layout=layout), wanted)
+    out = torch.empty_like(wanted)
+    assert torch.equal(_run(place, a.codes, across[1], *scales, b_layout="nk", out=out), wanted)
+
+
 def test_where_k_has_the_unit_stride_says_what_b_is() -> None:
     a, w = torch.randn(3, 8), torch.randn(8, 8)
     torch.testing.assert_close(scaled_mm(a, w), a @ w.t())
