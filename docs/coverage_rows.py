@@ -35,17 +35,12 @@ NOT_APPLICABLE = {
 }
 
 _SYMMETRIC = "needs symmetric memory between GPUs"
-_ZIGZAG = "with `group=`, parts of the sequence in zigzag order"
 GAPS = [
     ("linghe", "triton_batch_scale", None, "a factor of 0 gives NaN where elements are not finite"),
-    ("linghe", "triton_hadamard_quant", "rtk.quantize_fp8_hadamard(x, matrix=torch.eye(32))",
-     "a matrix of the caller"),
     ("linghe", "triton_lightning_attention_forward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
     ("linghe", "triton_lightning_attention_backward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
-    ("linghe", "triton_cp_lightning_attention_forward", None, _ZIGZAG),
-    ("linghe", "triton_cp_lightning_attention_backward", None, _ZIGZAG),
     *(("linghe", entry, None, _SYMMETRIC)
       for entry in ("triton_split_tp_gemm", "symm_mem_sync", "arrive_gmem_barrier", "wait_gmem_barrier")),
     ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),

@@ -182,19 +182,26 @@ def _member(rank: int, port: int) -> None:
 
 def _lightning_member(rank: int) -> None:
     g = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, 12, 2, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
-    decay, dy = torch.tensor([0.1, 0.5]), torch.randn(1, 12, 2, 16, generator=g).bfloat16()
+    whole = [torch.randn(2, 12, 2, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
+    decay, dy = torch.tensor([0.1, 0.5]), torch.randn(2, 12, 2, 16, generator=g).bfloat16()
     wanted, last = rtkernels.lightning_attention(*whole, decay, return_state=True)
     wanted.backward(dy)
-    own = [t.detach().chunk(2, 1)[rank].clone().requires_grad_() for t in whole]
+    quarters = [[*range(3 * i, 3 * i + 3)] for i in range(4)]
     call = {"group": torch.distributed.group.WORLD, "return_state": True}
-    got, state = rtkernels.lightning_attention(*own, decay, **call)
-    got.backward(dy.chunk(2, 1)[rank])
-    torch.testing.assert_close(got, wanted.chunk(2, 1)[rank], rtol=0.02, atol=0.02)
-    if rank == 1:
-        torch.testing.assert_close(state, last, rtol=1e-3, atol=1e-3)
-    for mine, all_ in zip(own, whole, strict=True):
-        torch.testing.assert_close(mine.grad, all_.grad.chunk(2, 1)[rank], rtol=0.03, atol=0.03)
+    for zigzag in (False, True):
+        rows = quarters[rank] + quarters[3 - rank] if zigzag else quarters[2 * rank] + quarters[2 * rank + 1]
+        own = [t.detach()[:, rows].clone().requires_grad_() for t in whole]
+        got, state = rtkernels.lightning_attention(*own, decay, zigzag=zigzag, **call)
+        got.backward(dy[:, rows])
+        torch.testing.assert_close(got, wanted[:, rows], rtol=0.02, atol=0.02)
+        if 11 in rows:
+            torch.testing.assert_close(state, last, rtol=1e-3, atol=1e-3)
+        for mine, all_ in zip(own, whole, strict=True):
+            torch.testing.assert_close(mine.grad, all_.grad[:, rows], rtol=0.03, atol=0.03)
+    with pytest.raises(ArgumentError, match=r"q has shape \(2, 5, 2, 16\); expected .* an even length for zigzag"):
+        rtkernels.lightning_attention(*(t[:, :5] for t in own), decay, zigzag=True, **call)
+    with pytest.raises(ArgumentError, match="zigzag is True and group is None"):
+        rtkernels.lightning_attention(*own, decay, zigzag=True)
     with pytest.raises(ArgumentError, match="group is given; expected neither initial_state nor cu_seqlens"):
         rtkernels.lightning_attention(*own, decay, initial_state=state, **call)
 

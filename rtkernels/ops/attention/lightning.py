@@ -229,7 +229,7 @@ _lightning = applied(_Lightning)
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
-    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None, zigzag: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return causal linear attention with an exponential decay per head.
 
@@ -256,6 +256,8 @@ def lightning_attention(
             the order of ranks. Each member computes the state of its part, the states are gathered, and each member
             starts from the combined state of the parts before its own. This takes two passes over k and v. Not with
             initial_state or cu_seqlens.
+        zigzag: With group: rank r of n has parts r and ``2 n - 1 - r`` of ``2 n`` equal parts of each sequence, one
+            after the other, as for ``nn.parallel.ring_attention``. The state is that after the second of them.
 
     Returns:
         [batch, length, heads, width of v] (packed like q) in q's dtype; with return_state a pair of it and
@@ -267,13 +269,32 @@ def lightning_attention(
     if group is not None:
         if initial_state is not None or cu_seqlens is not None:
             raise ArgumentError("group is given; expected neither initial_state nor cu_seqlens")
-        _, own = lightning_attention(q, k, v, decay, scale=scale, return_state=True)
-        initial_state = state_before(own, decay.float(), q.shape[1], group)
+        return _of_group(q, k, v, decay, scale, return_state, group, zigzag)
+    if zigzag:
+        raise ArgumentError("zigzag is True and group is None; expected the group that has the other parts")
     state = None if initial_state is None else initial_state.float()
     values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*values[:3], state))
     out, final = _lightning(*values) if differentiated else FORWARD.call(*values)
     return (out, final) if return_state else out
+
+
+def _of_group(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: float | None, return_state: bool, group: Any, zigzag: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the attention of this member's part of each sequence, or of its two: these are batch entries then."""
+    if q.dim() != 4 or (zigzag and q.shape[1] % 2):
+        raise ArgumentError(
+            f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width] with a group, and an even length for "
+            f"zigzag"
+        )
+    shape, parts = v.shape, 2 if zigzag else 1
+    q, k, v = (t.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1) for t in (q, k, v))
+    _, own = lightning_attention(q, k, v, decay, scale=scale, return_state=True)
+    before = state_before(own.unflatten(0, (parts, -1)), decay.float(), q.shape[1], group).flatten(0, 1)
+    y, state = lightning_attention(q, k, v, decay, scale=scale, initial_state=before, return_state=True)
+    y = y.unflatten(0, (parts, -1)).transpose(0, 1).reshape(shape)
+    return (y, state.unflatten(0, (parts, -1))[-1]) if return_state else y
 
 
 def _refuse_decay_gradients(decay: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Linear attention of a sequence whose parts are on several processes: the state that a part begins with."""
+"""Linear attention of a sequence whose parts are on several processes: the states that parts begin with."""
 
 from __future__ import annotations
 
@@ -8,39 +8,53 @@ import torch
 from torch import Tensor
 
 
-def _gathered(own: Tensor, group: Any) -> Tensor:
-    members = torch.distributed.get_world_size(group)
-    everything = own.new_empty(members * own.shape[0], *own.shape[1:])
+def _gathered(own: Tensor, group: Any) -> tuple[list[Tensor], list[int]]:
+    """Return what all members have of all parts, in the order of the sequence, and the numbers of this member's parts.
+
+    Args:
+        own: [parts, ...]: of one part, that of the rank's number; or of two, r and ``2 n - 1 - r`` of ``2 n``.
+        group: Of n processes.
+    """
+    members, rank, parts = torch.distributed.get_world_size(group), torch.distributed.get_rank(group), own.shape[0]
+    everything = own.new_empty(members * parts, *own.shape[1:])
     torch.distributed.all_gather_into_tensor(everything, own.contiguous(), group=group)
-    return everything.view(members, *own.shape)
+    ordered = list(everything[::parts].unbind())
+    if parts == 1:
+        return ordered, [rank]
+    return ordered + list(everything[1::2].flip(0).unbind()), [rank, 2 * members - 1 - rank]
 
 
 class _StateBefore(torch.autograd.Function):
-    """The state after the parts of all previous members; each part multiplies it by `factor`."""
+    """The states after all parts before each of this member's; each part multiplies them by `factor`."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, factor: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(factor)
         ctx.group = group
-        state = torch.zeros_like(own)
-        for part in _gathered(own, group)[: torch.distributed.get_rank(group)]:
+        parts, mine = _gathered(own, group)
+        state, states = torch.zeros_like(own[0]), []
+        for part in parts[: mine[-1] + 1]:
+            states.append(state)
             state = state * factor + part
-        return state
+        return torch.stack([states[number] for number in mine])
 
     @staticmethod
-    def backward(ctx: Any, dstate: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dstates: Tensor) -> tuple[Tensor, None, None]:
         (factor,) = ctx.saved_tensors
-        gradient = torch.zeros_like(dstate)
-        for part in reversed(_gathered(dstate, ctx.group)[torch.distributed.get_rank(ctx.group) + 1 :].unbind()):
-            gradient = gradient * factor + part
-        return gradient, None, None
+        parts, mine = _gathered(dstates, ctx.group)
+        gradient, gradients = torch.zeros_like(dstates[0]), {}
+        for number in range(len(parts) - 1, mine[0] - 1, -1):
+            gradients[number] = gradient
+            gradient = gradient * factor + parts[number]
+        return torch.stack([gradients[number] for number in mine]), None, None
 
 
 def state_before(own: Tensor, decay: Tensor, length: int, group: Any) -> Tensor:
-    """Return the state after the parts of all previous members.
+    """Return the state after all parts before each of this member's.
 
     Args:
-        own: float32 [batch, heads, width of k, width of v]: the state that this member's part leaves alone.
+        own: float32 [parts, batch, heads, width of k, width of v]: the state that each of this member's parts leaves
+            alone; one part, or two in zigzag order.
         decay: float32 [heads].
         length: Of a part, the same for all members.
         group: Of processes; the parts are in the order of their ranks.
