@@ -285,8 +285,8 @@ def _of_group(
     """Return the attention of this member's part of each sequence, or of its two: these are batch entries then."""
     if q.dim() != 4 or (zigzag and q.shape[1] % 2):
         raise ArgumentError(
-            f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width] with a group, and an even length for "
-            f"zigzag"
+            f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width] with a group, and an even length "
+            f"for zigzag"
         )
     shape, parts = v.shape, 2 if zigzag else 1
     q, k, v = (t.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1) for t in (q, k, v))
