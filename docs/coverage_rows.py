@@ -34,15 +34,12 @@ NOT_APPLICABLE = {
     ("gn_kernels", "sm100_gemm_rs"): "a product with a reduce-scatter over NVLink",
 }
 
-_SYMMETRIC = "needs symmetric memory between GPUs"
 GAPS = [
     ("linghe", "triton_batch_scale", None, "a factor of 0 gives NaN where elements are not finite"),
     ("linghe", "triton_lightning_attention_forward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
     ("linghe", "triton_lightning_attention_backward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
-    *(("linghe", entry, None, _SYMMETRIC)
-      for entry in ("triton_split_tp_gemm", "symm_mem_sync", "arrive_gmem_barrier", "wait_gmem_barrier")),
     ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),
     ("gn_kernels", "attn_mxfp8_qk", None, "q and k are dequantised to bfloat16 first"),
     ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import rtkernels
+import rtkernels.nn.symmetric
 from rtkernels.ops.quant import pack
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how_to" / "migrate.md"
