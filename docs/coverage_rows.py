@@ -48,10 +48,8 @@ GAPS = [
     *(("FlagGems", entry, None, "convolutions are cuDNN's")
       for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
     ("FlagGems", "apply_gems_patches_to_vllm", None, "no plug-in for vLLM"),
-    ("FlagGems", "reshape_and_cache", None, "a cache with keys in slices of 16 bytes"),
     ("FlagGems", "flash_attn_varlen_func",
-     "rtk.attention_varlen(pq, k_cache, k_cache, ends, ends, 9, 9, page_table=table)",
-     "packed queries over pages; ALiBi"),
+     "rtk.attention_varlen(pq, pk, pk, ends, ends, 9, 9, causal=True, alibi_slopes=torch.ones(4))", "ALiBi"),
     ("FlagGems", "concat_and_cache_mla",
      "rtk.append_kv_cache(torch.zeros(1, 9, 1, 512).half(), torch.zeros(1, 9, 1, 64).half(), "
      "*torch.zeros(2, 16, 1, 576).half().split((512, 64), -1), slots=torch.arange(9, dtype=torch.int32)[None])",

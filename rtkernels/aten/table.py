@@ -36,6 +36,7 @@ MODULES = {
     "sort": ("sort",),
     "rng": ("rng",),
     "window": ("win",),
+    "product": ("gemm",),
 }
 FAMILIES = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
 
@@ -55,6 +56,7 @@ MIN_ELEMENTS = {
     "sort": 1 << 16,
     "rng": 1 << 24,
     "win": 1 << 22,
+    "gemm": 0,
     **DEFAULT,
 }
 

@@ -32,6 +32,7 @@ CALM = frozenset({
     "cumsum",  # torch's scan rounds every partial sum
     "nll_loss2d_forward",  # and so do its sums in float16
     "tanh_backward",  # and 1 - y^2
+    "mm", "addmm", "mv",
 })  # fmt: skip
 # Without a reduction torch's CUDA kernels leave the total weight as it was allocated; ours is 0.
 TOTAL_WEIGHT = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
