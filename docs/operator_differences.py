@@ -59,8 +59,8 @@ DIFFERENCES = [
         "tests/aten/test_meant_to_differ.py::test_weights_beyond_a_norm",
     ),
     (
-        "`sum`, `mean`, `cumsum`, `prod`, `var`, `std`, `linalg_vector_norm`, `native_group_norm`, `native_batch_norm`, "
-        "`mm`, `addmm`, `mv`, `index_add`, `scatter_add`, `embedding_dense_backward`",
+        "`sum`, `mean`, `cumsum`, `prod`, `var`, `std`, `linalg_vector_norm`, `native_group_norm`, "
+        "`native_batch_norm`, `mm`, `addmm`, `mv`, `index_add`, `scatter_add`, `embedding_dense_backward`",
         "Where a part of a sum or product overflows (or underflows to 0) although the whole does not, or the other way "
         "round, infinities and NaN may differ. An infinity or NaN among the elements gives the same as torch.",
         "Another order of additions, which is always the same.",
