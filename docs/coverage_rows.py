@@ -24,6 +24,8 @@ CALLS = {
     "FlagGems": {
         "weight_norm": 'rtk.aten.table.select("_weight_norm_interface", None)',
         "outer": 'rtk.aten.table.select("mul", None)',
+        "apply_gems_patches_to_vllm": "rtk.attention_varlen(pq, k_cache, k_cache, ends[::2], None, 9, 9, causal=True, "
+        "seqused_k=lengths, page_table=table)",
     },
 }
 
@@ -47,7 +49,8 @@ GAPS = [
       for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
     *(("FlagGems", entry, None, "convolutions are cuDNN's")
       for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
-    ("FlagGems", "apply_gems_patches_to_vllm", None, "no plug-in for vLLM"),
+    ("FlagGems", "apply_gems_patches_to_vllm", None,
+     "the plugin has attention, norms, activations and rope; MLA, experts and fp8 layers stay vLLM's"),
     ("FlagGems", "flash_attn_varlen_func",
      "rtk.attention_varlen(pq, pk, pk, ends, ends, 9, 9, causal=True, alibi_slopes=torch.ones(4))", "ALiBi"),
     ("FlagGems", "concat_and_cache_mla",

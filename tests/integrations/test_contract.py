@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from integrations import fake_vllm
 from integrations.contract import NAMES, RECORD, of_installed, of_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +100,8 @@ def test_ours_take_what_theirs_take(package: str, names: dict[str, str | None]) 
         assert fields == {"loss", "log_probs", *fused_head._RESULTS, "label_mask", "aux_loss"}
         wanted = "fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None"
         assert names["trainer/utils.py:add_fused_lm_head._fused_forward"] == f"(self, *args, {wanted}, **kwargs)"
+    elif package == "vllm":
+        _compare_with_vllm(names)
     elif package == "peft":
         pytest.importorskip("peft")
         from rtkernels.integrations.peft import ServedLora
@@ -106,6 +110,33 @@ def test_ours_take_what_theirs_take(package: str, names: dict[str, str | None]) 
         moves = names["tuners/tuners_utils.py:BaseTunerLayer._move_adapter_to_device_of_base_layer"]
         assert own(ServedLora._move_adapter_to_device_of_base_layer) == parameters(moves)
         assert parameters(names["tuners/lora/config.py:LoraConfig._register_custom_module"]) == ["self", "mapping"]
+
+
+def _compare_with_vllm(names: dict[str, str | None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fake_vllm.install(patch)
+        ours = importlib.import_module("rtkernels.integrations.vllm")
+        attention = importlib.import_module("rtkernels.integrations.vllm_attention")
+        of_norms, of_backend = "ir/ops/layernorm.py", "v1/attention/backend.py"
+        for function, theirs in (
+            (ours.rms_norm, f"{of_norms}:rms_norm"), (ours._plain, f"{of_norms}:rms_norm"),
+            (ours.fused_add_rms_norm, f"{of_norms}:fused_add_rms_norm"),
+            (ours._plain_sum, f"{of_norms}:fused_add_rms_norm"),
+            (attention.RtkernelsImpl.forward, f"{of_backend}:AttentionImpl.forward"),
+            (attention.RtkernelsMetadataBuilder.__init__, f"{of_backend}:AttentionMetadataBuilder.__init__"),
+            (attention.RtkernelsMetadataBuilder.build, f"{of_backend}:AttentionMetadataBuilder.build"),
+            (attention.RtkernelsImpl.do_kv_cache_update,
+             "v1/attention/backends/triton_attn.py:TritonAttentionImpl.do_kv_cache_update"),
+            (fake_vllm.IrOp.register_impl, "ir/op.py:IrOp.register_impl"),
+        ):  # fmt: skip
+            assert own(function) == parameters(names[theirs]), theirs
+        init = parameters(names[f"{of_backend}:AttentionImpl.__init__"])
+        assert own(attention.RtkernelsImpl.__init__)[: len(init)] == init
+        fields = set(names[f"{of_backend}:CommonAttentionMetadata@fields"].split(", "))
+        assert fields >= {
+            "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor",
+            "slot_mapping", "causal",
+        }  # fmt: skip
 
 
 def test_nobody_imports_an_adapter() -> None:

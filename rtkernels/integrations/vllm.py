@@ -1,0 +1,93 @@
+"""vLLM: a plugin of the group ``vllm.general_plugins`` that registers our kernels by name; users choose.
+
+* Norms: ``rms_norm`` and ``fused_add_rms_norm`` of the provider "rtkernels", for ``--kernel-config.ir_op_priority``.
+* Attention: ``--attention-backend RTKERNELS`` (:mod:`rtkernels.integrations.vllm_attention`).
+* ``SiluAndMul``, ``GeluAndMul`` and ``RotaryEmbedding`` replace vLLM's for all models of the process, so only if the
+  environment variable RTKERNELS_VLLM is 1.
+
+Nothing happens unless vLLM loads the plugin, and no kernel is compiled before its first call.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+import rtkernels
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _plain(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    """Return True for what our norm computes: statistics of whole rows, a weight of the input's dtype or none."""
+    return variance_size is None and x.dtype in _DTYPES and (weight is None or weight.dtype == x.dtype)
+
+
+def _plain_sum(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return _plain(x, weight, epsilon, variance_size) and x_residual.dtype == x.dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """vLLM's ``rms_norm`` by ours: one rounding, at the end."""
+    return rtkernels.rms_norm(x, weight, eps=epsilon)
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """vLLM's ``fused_add_rms_norm`` in place: x becomes the norm, x_residual the sum."""
+    rtkernels.rms_norm(x, weight, eps=epsilon, residual=x_residual, out=x, residual_out=x_residual)
+    return x, x_residual
+
+
+def _register_norms() -> None:
+    from vllm import ir
+
+    supported = torch.cuda.is_available()
+    ir.ops.rms_norm.register_impl("rtkernels", supported=supported, supports_args=_plain)(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(
+        "rtkernels", supported=supported, supports_args=_plain_sum, inplace=True
+    )(fused_add_rms_norm)  # fmt: skip
+
+
+def _register_layers() -> None:
+    from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    class RtkernelsSiluAndMul(SiluAndMul):
+        def forward_cuda(self, x: Tensor) -> Tensor:
+            return rtkernels.glu(x)
+
+    class RtkernelsGeluAndMul(GeluAndMul):
+        def forward_cuda(self, x: Tensor) -> Tensor:
+            return rtkernels.glu(x, act="gelu_tanh" if self.approximate == "tanh" else "gelu_erf")
+
+    class RtkernelsRotaryEmbedding(RotaryEmbedding):
+        def forward_cuda(
+            self, positions: Tensor, query: Tensor, key: Tensor | None = None
+        ) -> tuple[Tensor, Tensor | None]:
+            cos, sin = self.cos_sin_cache.chunk(2, -1)
+            heads = [t if t is None else t.view(1, positions.numel(), -1, self.head_size) for t in (query, key)]
+            rtkernels.rope(
+                heads[0], cos, sin, k=heads[1], positions=positions.view(1, -1), rotary=self.rotary_dim,
+                interleaved=not self.is_neox_style, in_place=True,
+            )  # fmt: skip
+            return query, key
+
+    SiluAndMul.register_oot(RtkernelsSiluAndMul, name="SiluAndMul")
+    GeluAndMul.register_oot(RtkernelsGeluAndMul, name="GeluAndMul")
+    RotaryEmbedding.register_oot(RtkernelsRotaryEmbedding, name="RotaryEmbedding")
+
+
+def register() -> None:
+    """Register everything; vLLM calls it once in each of its processes."""
+    from vllm.v1.attention.backends.registry import register_backend
+
+    _register_norms()
+    register_backend("RTKERNELS", "rtkernels.integrations.vllm_attention.RtkernelsBackend")
+    if os.environ.get("RTKERNELS_VLLM", "0") == "1":
+        _register_layers()

@@ -1,0 +1,151 @@
+"""The parts of vLLM that our plugin uses, with the signatures in its wheel and nothing behind them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import Enum
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+M = TypeVar("M")
+
+
+class IrOp:
+    """``vllm.ir.op.IrOp``: keeps what is registered."""
+
+    def __init__(self) -> None:
+        self.impls: dict[str, Any] = {}
+
+    def register_impl(
+        self, provider: str, *, supported: bool = True, supports_args: Callable[..., bool] | None = None,
+        inplace: bool = False,
+    ) -> Callable[[Callable[..., Any]], Any]:  # fmt: skip
+        def keep(function: Callable[..., Any]) -> Any:
+            self.impls[provider] = SimpleNamespace(impl_fn=function, supports_args=supports_args, inplace=inplace)
+            return function
+
+        return keep
+
+
+class CustomOp(nn.Module):
+    """``vllm.model_executor.custom_op.CustomOp``: a registered class is created in the place of its base."""
+
+    registered: ClassVar[dict[str, type]] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(CustomOp.registered.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, _decorated_op_cls: type | None = None, name: str | None = None) -> type:
+        CustomOp.registered[name or cls.__name__] = _decorated_op_cls
+        return _decorated_op_cls
+
+
+class SiluAndMul(CustomOp):
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__()
+
+
+class GeluAndMul(CustomOp):
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+
+class RotaryEmbedding(CustomOp):
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, init_cache: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
+        angles = torch.outer(
+            torch.arange(max_position_embeddings), base ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+        )
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+
+
+class AttentionType(str, Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+
+
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    NEVER = 0
+
+
+class MultipleOf:
+    def __init__(self, base: int) -> None:
+        self.base = base
+
+
+class AttentionBackend:
+    pass
+
+
+class AttentionImpl(Generic[M]):
+    pass
+
+
+class AttentionMetadataBuilder(Generic[M]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = (
+            kv_cache_spec, layer_names, vllm_config, device,
+        )  # fmt: skip
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put the fake modules where the plugin imports them from; return what is registered there."""
+    found: dict[str, Any] = {"backends": {}, "ops": SimpleNamespace(rms_norm=IrOp(), fused_add_rms_norm=IrOp())}
+    CustomOp.registered = found["layers"] = {}
+
+    def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
+        found["backends"][backend] = class_path
+
+    contents = {
+        "vllm": {}, "vllm.ir": {"ops": found["ops"]}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul, "GeluAndMul": GeluAndMul},
+        "vllm.model_executor.layers.rotary_embedding": {"RotaryEmbedding": RotaryEmbedding},
+        "vllm.v1": {}, "vllm.v1.attention": {}, "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.registry": {"register_backend": register_backend},
+        "vllm.v1.attention.backend": {
+            c.__name__: c for c in (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder,
+                                    AttentionType, MultipleOf)
+        },
+    }  # fmt: skip
+    for name, values in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    for adapter in ("vllm", "vllm_attention"):
+        monkeypatch.delitem(sys.modules, f"rtkernels.integrations.{adapter}", raising=False)
+    return found
+
+
+def layer_scales(k: float = 1.0, v: float = 1.0, device: str = "cpu") -> Any:
+    """Return what an attention layer of vLLM's has of scales."""
+    return SimpleNamespace(_k_scale=torch.tensor(k, device=device), _v_scale=torch.tensor(v, device=device))
+
+
+def common_metadata(
+    starts: list[int], lengths: list[int], table: Tensor, slots: Tensor, causal: bool = True, device: str = "cpu"
+) -> Any:
+    """Return vLLM's ``CommonAttentionMetadata`` of a batch: ends of queries, lengths with them, pages, slots."""
+    queries = torch.tensor(starts, dtype=torch.int32, device=device)
+    return SimpleNamespace(
+        query_start_loc=queries, seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        num_reqs=len(lengths), num_actual_tokens=starts[-1], max_seq_len=max(lengths),
+        max_query_len=max(b - a for a, b in pairwise(starts)),
+        block_table_tensor=table, slot_mapping=slots, causal=causal,
+    )  # fmt: skip
