@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import (
 )
 
 import rtkernels
-from rtkernels.compat.flaggems import reshape_and_cache_flash
 
 
 @dataclass
@@ -89,7 +88,7 @@ class RtkernelsImpl(AttentionImpl[RtkernelsMetadata]):
     ) -> None:
         """Write keys and values of new tokens into their slots."""
         dtype = "fp8" if self.kv_cache_dtype.startswith("fp8") else "auto"
-        reshape_and_cache_flash(
+        rtkernels.compat.flaggems.reshape_and_cache_flash(
             key, value, *self._caches(kv_cache), slot_mapping, dtype, layer._k_scale, layer._v_scale
         )  # fmt: skip
 
