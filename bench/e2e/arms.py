@@ -25,7 +25,41 @@ _TINY = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
-MODELS = {"dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE)}
+_LLAMA = {
+    "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA = {
+    **_LLAMA, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 256, "num_hidden_layers": 6, "sliding_window": 1024,
+}  # fmt: skip
+_MISTRAL = {
+    **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "sliding_window": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_OLMO = {**_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "head_dim": 128}
+_GPT_OSS = {
+    "num_hidden_layers": 4, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+    "tie_word_embeddings": False, "output_router_logits": False,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 32, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1024, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_TINY |= {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_local_experts": 4, "sliding_window": 8,
+}  # fmt: skip
+_EAGER = {"gpt_oss": "eager"}  # sinks: transformers has no other that every torch can run
+MODELS = {
+    "dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE), "llama": ("llama", _LLAMA),
+    "gemma3": ("gemma3_text", _GEMMA), "mistral": ("mistral", _MISTRAL), "olmo2": ("olmo2", _OLMO), "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+}  # fmt: skip
 
 
 def build(
@@ -36,12 +70,14 @@ def build(
 
     kind, sizes = MODELS[model]
     sizes = {**sizes, **({k: v for k, v in _TINY.items() if k in sizes} if tiny else {})}
+    if "kv_lora_rank" in sizes:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if layers is not None:
         sizes["num_hidden_layers"] = layers
     config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_EAGER.get(model, "sdpa"))
     return built.train()
 
 

@@ -21,7 +21,8 @@ def add_model_options(parser: argparse.ArgumentParser, models: Iterable[str], ar
     """Add the options that select the model and the arms."""
     parser.add_argument("--model", choices=models, default="dense")
     parser.add_argument("--arms", default=",".join(arms), help="comma-separated: " + ", ".join(arms))
-    parser.add_argument("--layers", type=int, help="of the model; 24 of the dense one and 16 of the other if left out")
+    layers = "of the model; if left out, 24 of dense, 16 of moe, 4 to 6 of the others"
+    parser.add_argument("--layers", type=int, help=layers)
     parser.add_argument("--vocab", type=int, default=151936)
 
 

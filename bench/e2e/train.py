@@ -122,11 +122,12 @@ def _products(model: Any, args: argparse.Namespace) -> float:
     active = 0
     for name, p in model.named_parameters():
         if p.dim() == 3:  # experts: a token goes to some of them
-            active += p.numel() * config.num_experts_per_tok // config.num_experts
+            active += p.numel() * config.num_experts_per_tok // len(p)
         elif p.dim() == 2 and "embed" not in name:
             active += p.numel()
     active += config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * args.seq
+    width = getattr(config, "qk_head_dim", None) or config.head_dim
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * width * args.seq
     return 3 * args.tokens * (2 * active + attention)
 
 
