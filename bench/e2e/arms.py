@@ -57,7 +57,8 @@ _TINY |= {
 _EAGER = {"gpt_oss": "eager"}  # sinks: transformers has no other that every torch can run
 MODELS = {
     "dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE), "llama": ("llama", _LLAMA),
-    "gemma3": ("gemma3_text", _GEMMA), "mistral": ("mistral", _MISTRAL), "olmo2": ("olmo2", _OLMO), "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "gemma3": ("gemma3_text", _GEMMA), "mistral": ("mistral", _MISTRAL), "olmo2": ("olmo2", _OLMO),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
 }  # fmt: skip
 
