@@ -40,7 +40,7 @@ _MISTRAL = {
 _OLMO = {**_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "head_dim": 128}
 _GPT_OSS = {
     "num_hidden_layers": 4, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,
     "tie_word_embeddings": False, "output_router_logits": False,
 }  # fmt: skip
 _DEEPSEEK = {
