@@ -52,6 +52,7 @@ class SymmetricBuffer:
         self.tensor, self.rank, self.ranks = tensors[rank], rank, len(tensors)
         self._kept = tuple(tensors), tuple(pads)
         self._tables = table_of(tensors), table_of(pads)
+        self._memory: tuple[Any, ...] = ()
 
     @classmethod
     def allocate(cls, *size: int, group: Any, dtype: torch.dtype = torch.float32) -> SymmetricBuffer:
@@ -72,10 +73,12 @@ class SymmetricBuffer:
         torch.cuda.synchronize()
         torch.distributed.barrier(group)  # before the first signal all pads are zeros
         ranks = range(handle.world_size)
-        return cls(
+        buffer = cls(
             [handle.get_buffer(r, own.shape, dtype) for r in ranks],
             [of_pads.get_buffer(r, (words,), torch.int32) for r in ranks], handle.rank,
         )  # fmt: skip
+        buffer._memory = own, pad, handle, of_pads  # the others' views do not keep it
+        return buffer
 
     def _signal(self, slot: int, arrives: bool, waits: bool) -> None:
         if not isinstance(slot, int) or not 0 <= slot < SLOTS:

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     options += [f"--mutation-tests={args.tests}"] if args.tests else []
     options += [f"--mutation-mutants={args.mutants}"] if args.mutants else []
     options += [f"--mutation-tries={args.tries}"] if args.tries else []
-    options += ["--mutation-known", *map(str, args.known)] if args.known else []
+    options = [*(["--mutation-known", *map(str, args.known)] if args.known else []), *options]  # takes all that follow
     return int(pytest.main([*options, *(args.only or FOLDERS)]))
 
 
