@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from bench import meta, peers
@@ -15,6 +16,7 @@ from bench.measure import host_stand_in
 from bench.report import accepted, records
 from bench.report import tables as report
 from bench.sweep import command as sweep_command
+from rtkernels.runtime.progress import Bar
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 E2E = ("train", "infer", "parity", "post", "plot", "record")
@@ -123,10 +125,10 @@ def _run(args: argparse.Namespace) -> int:
     jobs = args.jobs if args.jobs is not None else 6 * args.record
     if jobs:
         warm.all_parts(warm.options(args), jobs, min(300.0, args.seconds / 2))
-    timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
+    timer, bar = Timer(CudaDevice(), iterations=30 if args.quick else 100), Bar(0, "rows")
     result = run.run(
         rows,
-        run.Bench(timer, "cuda", args.peers, log=lambda text: print(text, flush=True)),
+        run.Bench(timer, "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar),
         pool=pool,
         path=path,
         host=(lambda: host.measure(args.quick)) if with_host else None,
@@ -176,7 +178,8 @@ def _check(args: argparse.Namespace) -> int:
     if not rows:
         print(f"bench check: no row matches {args.rows!r}", file=sys.stderr)
         return 2
-    bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers, log=lambda text: print(text, flush=True))
+    bar = Bar(0, "rows")
+    bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar)
     return 0 if run.check(rows, bench, pool) else 1
 
 
@@ -192,9 +195,9 @@ def _neighbours(args: argparse.Namespace) -> int:
 
     env = meta.environment()
     timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
-    rows = measured.measure(
-        timer, "cuda", lambda text: print(text, flush=True), lambda name: re.search(args.rows, name) is not None
-    )
+    with Bar(0, "points") as bar:
+        log = partial(bar.tell, stream=sys.stdout)
+        rows = measured.measure(timer, "cuda", log, lambda name: re.search(args.rows, name) is not None, bar)
     result = {
         "schema": meta.SCHEMA, "environment": env, "copy_peak_gbps": None, "rows": rows, "host": None, "complete": True,
     }  # fmt: skip
