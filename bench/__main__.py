@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from bench import meta, peers
 from bench.measure import host_stand_in
-from bench.report import accepted, records
+from bench.report import accepted, history, records
 from bench.report import tables as report
 from bench.sweep import command as sweep_command
 from rtkernels.runtime.progress import Bar
@@ -254,8 +255,12 @@ def _record(args: argparse.Namespace) -> int:
             return 2
         path = accepted.path_of(result["environment"]["gpu"])
         numbers = accepted.load(path) if path.exists() else accepted.empty()
+        before = copy.deepcopy(numbers)
         for label in accepted.record(numbers, result):
             print(f"not recorded: {label} (failed, not compared, or without the peer that was fastest before)")
+        if replaced := history.replaced(before, numbers):
+            file = history.path_of(result["environment"]["gpu"])
+            history.save([*history.load(file), *replaced], file)
         accepted.save(numbers, path)
     return 0
 
@@ -269,10 +274,11 @@ def _readme(args: argparse.Namespace) -> int:
     measured = {(row["row"], row["shape"]): row for row in numbers["rows"]}
     top, docs = meta.ROOT / "README.md", meta.ROOT / "docs"
     e2e, policy = headline.recorded()
+    released = history.releases((meta.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     fresh = {
         top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
         docs / "performance.md": readme.page(numbers, rows),
-        docs / "performance.html": html.page(html.entries([numbers], html.families())),
+        docs / "performance.html": html.page(html.entries([numbers], html.owners(), released)),
         docs / "measured_models.md": models_page.page(e2e, policy),
     }
     if args.check:
