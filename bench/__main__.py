@@ -266,7 +266,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import headline, html, models_page, readme
+    from bench.report import headline, html, models_page, pictures, readme
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -275,19 +275,28 @@ def _readme(args: argparse.Namespace) -> int:
     top, docs = meta.ROOT / "README.md", meta.ROOT / "docs"
     e2e, policy = headline.recorded()
     released = history.releases((meta.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    owners = html.owners()
+    drawn = pictures.all_pictures(numbers, owners, e2e, policy)
     fresh = {
         top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
-        docs / "performance.md": readme.page(numbers, rows),
-        docs / "performance.html": html.page(html.entries([numbers], html.owners(), released)),
+        docs / "performance.md": readme.page(numbers, rows, sorted(drawn)),
+        docs / "performance.html": html.page(html.entries([numbers], owners, released)),
         docs / "measured_models.md": models_page.page(e2e, policy),
+        **{pictures.FOLDER / name: text for name, text in drawn.items()},
     }
+    gone = [path for path in pictures.FOLDER.glob("*.svg") if path not in fresh]
     if args.check:
-        return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in fresh.items()))
+        stale = [p for p, text in fresh.items() if not p.exists() or p.read_text(encoding="utf-8") != text] + gone
+        print("\n".join(f"not up to date: {path.relative_to(meta.ROOT)}" for path in stale), end="\n" * bool(stale))
+        return int(bool(stale))
+    pictures.FOLDER.mkdir(exist_ok=True)
+    for path in gone:
+        path.unlink()
     for path, text in fresh.items():
         path.write_text(text, encoding="utf-8")
     if args.plot:
-        drawn = [measured[key] for key in ((row.name, row.shape) for row in rows) if key in measured]
-        report.plot([{"rows": drawn, "environment": numbers["runs"][0]}], args.plot)
+        shown = [measured[key] for key in ((row.name, row.shape) for row in rows) if key in measured]
+        report.plot([{"rows": shown, "environment": numbers["runs"][0]}], args.plot)
     return 0
 
 
