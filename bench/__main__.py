@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
     commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; `e2e train --help`")
-    tables = commands.add_parser("readme", help="write the README's table and the generated pages of docs/")
+    tables = commands.add_parser("readme", help="write the README's table, pages and pictures of docs/, expected gains")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
     return top
@@ -266,7 +266,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import headline, html, models_page, pictures, readme
+    from bench.report import expected, headline, html, models_page, pictures, readme
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -282,6 +282,7 @@ def _readme(args: argparse.Namespace) -> int:
         docs / "performance.md": readme.page(numbers, rows, sorted(drawn)),
         docs / "performance.html": html.page(html.entries([numbers], owners, released)),
         docs / "measured_models.md": models_page.page(e2e, policy),
+        expected.FILE: expected.module(numbers, e2e),
         **{pictures.FOLDER / name: text for name, text in drawn.items()},
     }
     gone = [path for path in pictures.FOLDER.glob("*.svg") if path not in fresh]
