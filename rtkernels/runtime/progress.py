@@ -104,8 +104,8 @@ class Bar:
         self._drawn = self._clock()
         text = f"{self._count()}{self._rate()}{self._left()}"
         width = max(10, min(40, shutil.get_terminal_size().columns - len(text) - 4))
-        filled = width * min(self.done, self.total) // max(self.total, 1)
-        self._stream.write(f"\r[{'#' * filled}{'.' * (width - filled)}] {text}\x1b[K")
+        solid = width * min(self.done, self.total) // max(self.total, 1)
+        self._stream.write(f"\r[{'#' * solid}{'.' * (width - solid)}] {text}\x1b[K")
         self._stream.flush()
 
     def _wipe(self) -> None:

@@ -122,11 +122,11 @@ def test_the_hook_links_pages_of_the_api() -> None:
 
 
 def test_the_hook_adds_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    added = []
     files = ModuleType("mkdocs.structure.files")
-    files.File = SimpleNamespace(generated=lambda config, path, content: made.append((path, content)) or path)
+    files.File = SimpleNamespace(generated=lambda config, path, content: added.append((path, content)) or path)
     for name in ("mkdocs", "mkdocs.structure"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "mkdocs.structure.files", files)
     assert op_pages.on_files(["README.md"], config=None) == ["README.md", *op_pages.pages()]
-    assert dict(made) == op_pages.pages()
+    assert dict(added) == op_pages.pages()
