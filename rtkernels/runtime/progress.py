@@ -53,18 +53,27 @@ class Bar:
             print(f"{self._count()}{self._rate()}, {self._passed():.0f} s", file=self._stream, flush=True)
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, each of which is counted when the next one is asked for; the time begins now."""
-        self._started = self._clock()
+        """Yield the items, each of which is counted when the next one is asked for; count and time begin at 0."""
+        self._started, self.done, self._tenths = self._clock(), 0, 0
         for item in items:
             yield item
             self.step()
 
     def tell(self, text: str, stream: TextIO | None = None) -> None:
         """Print a line above the bar."""
-        self._wipe()
-        print(text, file=self._stream if stream is None else stream, flush=True)
-        if self._drawn > float("-inf"):
-            self._draw()
+        out = self._stream if stream is None else stream
+        self.around(lambda line: print(line, file=out, flush=True))(text)
+
+    def around(self, log: Callable[[str], None]) -> Callable[[str], None]:
+        """Return a function that logs a line above the bar."""
+
+        def logged(text: str) -> None:
+            self._wipe()
+            log(text)
+            if self._drawn > float("-inf"):
+                self._draw()
+
+        return logged
 
     def close(self) -> None:
         """Erase the bar."""

@@ -45,6 +45,8 @@ def test_a_log_gets_about_ten_lines() -> None:
         clock.now += 2.0
     lines = stream.getvalue().splitlines()
     assert len(lines) == 10 and lines[0] == "100/1000 rows, 2.0 s each, 200 s" and "\r" not in stream.getvalue()
+    list(bar.over(range(1000)))
+    assert len(stream.getvalue().splitlines()) == 20 and bar.done == 1000, "it can count again"
     silent = io.StringIO()
     for _ in Bar(10, "rows", silent, lines=False).over(range(10)):
         pass
@@ -58,7 +60,10 @@ def test_lines_are_told_above_the_bar() -> None:
     clock.now = 1.0
     bar.step()
     bar.tell("between", out)
-    assert out.getvalue() == "before\nbetween\n" and stream.getvalue().count("1/4 rows") == 2, "drawn again below"
+    lines: list[str] = []
+    bar.around(lines.append)("logged")
+    assert lines == ["logged"]
+    assert out.getvalue() == "before\nbetween\n" and stream.getvalue().count("1/4 rows") == 3, "drawn again below"
 
 
 def test_bytes_are_counted_in_gigabytes() -> None:
