@@ -85,24 +85,33 @@ def example(op: OpOf) -> str:
 
 
 def _from_samples(op: OpOf) -> str:
-    """Return the calls by which the contracts try an op, as an example."""
-    path = ROOT / "tests" / "contracts" / "samples" / op.family / f"{op.name}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    named = {name: node for node in tree.body for name in _defined(node)}
-    calls = named["CALLS"].value
-    lines = [
-        f"out = {ast.unparse(call.body) if isinstance(call, ast.Lambda) else ast.unparse(call) + '(x, ids)'}"
-        for call in calls.values
-    ]
-    inputs = ["x = torch.randn(8, 256)", "ids = torch.rand(8, 8).topk(2).indices"]
-    return "\n".join(["import torch, rtkernels", *_parts(list(calls.values), named), "", *inputs, *lines, ""])
+    """Return the calls by which the contracts try an op, as an example.
+
+    Raises:
+        ValueError: There are none.
+    """
+    contracts = ROOT / "tests" / "contracts"
+    for path in (contracts / "samples" / op.family / f"{op.name}.py", contracts / "test_dynamic_rows.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.Module([], [])
+        named = {name: node for node in tree.body for name in _defined(node)}
+        table = named["CALLS"].value if "CALLS" in named else ast.Dict([], [])
+        labelled = zip(table.keys, table.values, strict=True)
+        calls = [call for key, call in labelled if key and ast.literal_eval(key).partition(",")[0] in op.public]
+        if calls:
+            texts = [ast.unparse(c.body) if isinstance(c, ast.Lambda) else f"{ast.unparse(c)}(x, ids)" for c in calls]
+            inputs = ["x = torch.randn(8, 256)", "ids = torch.rand(8, 8).topk(2).indices"]
+            before = ["import torch, rtkernels", *_parts(calls, named), "", *inputs]
+            return "\n".join([*before, *(f"out = {text}" for text in texts), ""])
+    raise ValueError(f"docs/op_examples.md has no example of {op.name}, and tests/contracts/samples no calls")
 
 
 def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
+    if isinstance(node, ast.AnnAssign):
+        return [node.target.id] if isinstance(node.target, ast.Name) else []
     if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+        return [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
     return []
