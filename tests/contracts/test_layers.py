@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rtkernels"
 
 GROUND = {
-    "errors", "_public",
-    "runtime.checks", "runtime.cpus", "runtime.depends", "runtime.env", "runtime.layout", "runtime.progress",
-    "runtime.suggest", "runtime.targets", "runtime.torch_private",
+    "errors", "_public", "runtime.progress",
+    "runtime.checks", "runtime.cpus", "runtime.depends", "runtime.env", "runtime.layout", "runtime.suggest",
+    "runtime.targets", "runtime.torch_private",
 }  # fmt: skip
 # Families and what they may use of each other.
 FAMILIES = {
