@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import json
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from bench import meta, peers
 from bench.measure import host_stand_in
-from bench.report import accepted, records
+from bench.report import accepted, history, records
 from bench.report import tables as report
 from bench.sweep import command as sweep_command
+from rtkernels.runtime.progress import Bar
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
 E2E = ("train", "infer", "parity", "post", "plot", "record")
@@ -82,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
     commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; `e2e train --help`")
-    tables = commands.add_parser("readme", help="write the README's table and the generated pages of docs/")
+    tables = commands.add_parser("readme", help="write the README's table, pages and pictures of docs/, expected gains")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
     return top
@@ -123,10 +126,10 @@ def _run(args: argparse.Namespace) -> int:
     jobs = args.jobs if args.jobs is not None else 6 * args.record
     if jobs:
         warm.all_parts(warm.options(args), jobs, min(300.0, args.seconds / 2))
-    timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
+    timer, bar = Timer(CudaDevice(), iterations=30 if args.quick else 100), Bar(0, "rows")
     result = run.run(
         rows,
-        run.Bench(timer, "cuda", args.peers, log=lambda text: print(text, flush=True)),
+        run.Bench(timer, "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar),
         pool=pool,
         path=path,
         host=(lambda: host.measure(args.quick)) if with_host else None,
@@ -176,7 +179,8 @@ def _check(args: argparse.Namespace) -> int:
     if not rows:
         print(f"bench check: no row matches {args.rows!r}", file=sys.stderr)
         return 2
-    bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers, log=lambda text: print(text, flush=True))
+    bar = Bar(0, "rows")
+    bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar)
     return 0 if run.check(rows, bench, pool) else 1
 
 
@@ -192,9 +196,9 @@ def _neighbours(args: argparse.Namespace) -> int:
 
     env = meta.environment()
     timer = Timer(CudaDevice(), iterations=30 if args.quick else 100)
-    rows = measured.measure(
-        timer, "cuda", lambda text: print(text, flush=True), lambda name: re.search(args.rows, name) is not None
-    )
+    with Bar(0, "points") as bar:
+        log = partial(bar.tell, stream=sys.stdout)
+        rows = measured.measure(timer, "cuda", log, lambda name: re.search(args.rows, name) is not None, bar)
     result = {
         "schema": meta.SCHEMA, "environment": env, "copy_peak_gbps": None, "rows": rows, "host": None, "complete": True,
     }  # fmt: skip
@@ -251,14 +255,18 @@ def _record(args: argparse.Namespace) -> int:
             return 2
         path = accepted.path_of(result["environment"]["gpu"])
         numbers = accepted.load(path) if path.exists() else accepted.empty()
+        before = copy.deepcopy(numbers)
         for label in accepted.record(numbers, result):
             print(f"not recorded: {label} (failed, not compared, or without the peer that was fastest before)")
+        if replaced := history.replaced(before, numbers):
+            file = history.path_of(result["environment"]["gpu"])
+            history.save([*history.load(file), *replaced], file)
         accepted.save(numbers, path)
     return 0
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import headline, html, models_page, readme
+    from bench.report import expected, headline, html, models_page, pictures, readme
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -266,19 +274,30 @@ def _readme(args: argparse.Namespace) -> int:
     measured = {(row["row"], row["shape"]): row for row in numbers["rows"]}
     top, docs = meta.ROOT / "README.md", meta.ROOT / "docs"
     e2e, policy = headline.recorded()
+    released = history.releases((meta.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    owners = html.owners()
+    drawn = pictures.all_pictures(numbers, owners, e2e, policy)
     fresh = {
         top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
-        docs / "performance.md": readme.page(numbers, rows),
-        docs / "performance.html": html.page(html.entries([numbers], html.families())),
+        docs / "performance.md": readme.page(numbers, rows, sorted(drawn)),
+        docs / "performance.html": html.page(html.entries([numbers], owners, released)),
         docs / "measured_models.md": models_page.page(e2e, policy),
+        expected.FILE: expected.module(numbers, e2e),
+        **{pictures.FOLDER / name: text for name, text in drawn.items()},
     }
+    gone = [path for path in pictures.FOLDER.glob("*.svg") if path not in fresh]
     if args.check:
-        return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in fresh.items()))
+        stale = [p for p, text in fresh.items() if not p.exists() or p.read_text(encoding="utf-8") != text] + gone
+        print("\n".join(f"not up to date: {path.relative_to(meta.ROOT)}" for path in stale), end="\n" * bool(stale))
+        return int(bool(stale))
+    pictures.FOLDER.mkdir(exist_ok=True)
+    for path in gone:
+        path.unlink()
     for path, text in fresh.items():
         path.write_text(text, encoding="utf-8")
     if args.plot:
-        drawn = [measured[key] for key in ((row.name, row.shape) for row in rows) if key in measured]
-        report.plot([{"rows": drawn, "environment": numbers["runs"][0]}], args.plot)
+        shown = [measured[key] for key in ((row.name, row.shape) for row in rows) if key in measured]
+        report.plot([{"rows": shown, "environment": numbers["runs"][0]}], args.plot)
     return 0
 
 

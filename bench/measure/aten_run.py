@@ -7,9 +7,9 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from bench.measure.aten_bounds import bounds
 from bench.measure.aten_peers import Case, Worker
 from bench.measure.timing import Timer
 from rtkernels.aten import table
+from rtkernels.runtime.progress import Bar
 
 _OURS = ("torch", "rtkernels")  # measured here, the others by the worker
 
@@ -83,6 +84,13 @@ class _Run:
     resume: bool
     seconds: float | None
     begun: float
+    bar: Bar = field(default_factory=lambda: Bar(0, "cases"))
+
+    def counted(self, wanted: list[Wanted]) -> Iterator[Wanted]:
+        """Yield cases, each of which the bar counts when it is done."""
+        with self.bar:
+            self.bar.total = len(wanted)
+            yield from self.bar.over(wanted)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -113,7 +121,7 @@ def _measure_ours(asked: _Run, cases: Cases, wanted: list[Wanted], clock: Timer)
     if asked.quick and any("rtkernels" in ways for *_, ways in wanted):
         warm([case[:3] for case in wanted])
         print(f"ours compiled: {asked.passed:.0f} s", flush=True)
-    for row, shape, dtype, ways in wanted:
+    for row, shape, dtype, ways in asked.counted(wanted):
         if asked.is_over:
             return True
         compared = bool(asked.peers) and aten_flaggems.is_representative(shape, dtype)
@@ -132,7 +140,7 @@ def _measure_peers(asked: _Run, cases: Cases, wanted: list[Wanted]) -> bool:
         return bool(wanted)
     with contextlib.closing(Worker()) as worker:  # it imports while kernels are compiled
         errors = _compiled(asked, wanted) if asked.quick else None
-        for row, shape, dtype, ways in wanted:
+        for row, shape, dtype, ways in asked.counted(wanted):
             if asked.is_over or worker.is_hopeless:
                 return True
             name = _name(row.name, shape, dtype)
@@ -163,7 +171,7 @@ def _keep(
     case["ways"] = [*case.get("ways", ()), *ways]  # asked for; one that a peer lacks has no times
     aten_file.append(case, asked.out)
     if not asked.quick:
-        print(aten_file.line(case), flush=True)
+        asked.bar.tell(aten_file.line(case), sys.stdout)
 
 
 def _name(overload: str, shape: Sequence[int], dtype: torch.dtype | str) -> Case:

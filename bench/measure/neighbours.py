@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.measure.timing import Timer, copy_calls
+from rtkernels.runtime.progress import Bar
 
 HIDDEN = (1024, 1536, 2048, 4096, 5120, 7168, 8192)  # powers of two on both sides of every other size
 ROWS = (1024, 2048, 4096, 16384, 32768, 65536)  # beside the 8192 of all hidden sizes
@@ -136,12 +137,16 @@ def points(device: str) -> Iterator[Point]:
         yield from _autograd(rows, 32000, device)
 
 
-def measure(timer: Timer, device: str, log: Callable[[str], None], only: Callable[[str], bool]) -> list[dict[str, Any]]:
+def measure(
+    timer: Timer, device: str, log: Callable[[str], None], only: Callable[[str], bool], bar: Bar | None = None
+) -> list[dict[str, Any]]:
     """Time every point and return rows in the form of a result file, with the most extra memory of a call."""
     found = []
     chosen = [point for point in points(device) if only(point.name)]
     log(f"{len(chosen)} points, about {estimate_s(chosen, timer):.0f} s")
-    for point in chosen:
+    if bar is not None:
+        bar.total = len(chosen)
+    for point in chosen if bar is None else bar.over(chosen):
         copies = COPIES if point.nbytes <= ROTATED_BYTES // 2 else 1
         calls = [point.make() for _ in range(copies)]
         copy = timer.measure(copy_calls(point.nbytes, device, copies)).us

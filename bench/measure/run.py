@@ -18,6 +18,7 @@ from bench.measure import peak
 from bench.measure.timing import Call, Timer, TimingError, copy_calls
 from bench.measure.values import _clone, _double, _storages, relative_error, tensors
 from bench.rows.row import Row
+from rtkernels.runtime.progress import Bar
 
 COPIES = 3
 # Above this a row uses one copy of its inputs: no cache keeps any of it between calls, and three copies do not fit.
@@ -90,12 +91,28 @@ class Bench:
         device: torch device of the inputs.
         wanted: Peer families to measure; None for all.
         log: Receives one line per measurement.
+        bar: Counts rows.
     """
 
     def __init__(
-        self, timer: Timer, device: str, wanted: list[str] | None = None, log: Callable[[str], None] = print
+        self,
+        timer: Timer,
+        device: str,
+        wanted: list[str] | None = None,
+        log: Callable[[str], None] = print,
+        bar: Bar | None = None,
     ) -> None:
         self.timer, self.device, self.wanted, self.log = timer, device, wanted, log
+        self.bar = bar
+
+    def counted(self, rows: list[Row]) -> Iterator[Row]:
+        """Yield the rows, each of which the bar counts when it is done."""
+        if self.bar is None:
+            yield from rows
+            return
+        with self.bar:
+            self.bar.total = len(rows)
+            yield from self.bar.over(rows)
 
     def peak_gbps(self, nbytes: int = PEAK_BYTES) -> float:
         """Bandwidth of a large copy, bytes read plus bytes written, in GB/s."""
@@ -276,7 +293,7 @@ def _verdict(error: float | dict[str, str]) -> tuple[str, str]:
 def check(rows: list[Row], bench: Bench, pool: list[Row]) -> bool:
     """Call ours and every peer of ``rows`` once, log one line each, and return whether all of ours worked."""
     good = True
-    for row in rows:
+    for row in bench.counted(rows):
         try:
             for name, verdict, text in bench.check(row, forward_of(row, pool)):
                 bench.log(f"{verdict:6} {row.label}: {name}: {text}")
@@ -333,9 +350,7 @@ def run(
     }
     kept = {(row["row"], row["shape"]) for row in result["rows"]}
     try:
-        for row in rows:
-            if (row.name, row.shape) in kept:
-                continue
+        for row in bench.counted([row for row in rows if (row.name, row.shape) not in kept]):
             if time.monotonic() > ends:
                 if path:
                     meta.save(result, path)

@@ -28,7 +28,9 @@ Written by `python -m bench readme` from `bench/results/e2e/h200.json` and `benc
 [decisions/models.md](decisions/models.md) has profiles.
 
 "dense" has 0.89 B parameters in the shape of Qwen3; "moe" has 2.15 B, with 32 experts of which 4 are chosen per
-token."""
+token.
+
+![Time and peak memory of whole models](pictures/models.svg)"""
 _NOTES = {
     "train": ["16384 tokens per step; the optimizer's step and clipping are included."],
     "infer": [

@@ -149,13 +149,30 @@ def _libraries(runs: list[dict[str, Any]]) -> str:
     return "".join(f", {title}" for title in found[:-1]) + "".join(f" and\n{title}" for title in found[-1:])
 
 
-def page(accepted: dict[str, Any], rows: Iterable[Row]) -> str:
-    """The text of docs/performance.md."""
+_PICTURES = """\
+Rates over size, one picture per family. Blue is ours, other colours are peers of the same runs. Dashed lines are the
+machine's limits: a copy of the same number of bytes, or the measured peak of the tensor cores (bf16, and above it fp8
+and int8). Points are the rows below, those of `python -m bench neighbours` and the draws of `python -m bench sweep`.
+Panels of rows whose operations are not counted, such as `fp8_linear`, have no limit if they are far from a copy."""
+
+
+def _pictures(names: Iterable[str]) -> list[str]:
+    lines = ["## By family", "", _PICTURES, ""]
+    for name in names:
+        if name != "models.svg":
+            family = name.removesuffix(".svg")
+            lines += [f"### {family}", "", f"![{family}: ours, peers and the limit over size](pictures/{name})", ""]
+    return lines
+
+
+def page(accepted: dict[str, Any], rows: Iterable[Row], pictures: Iterable[str] = ()) -> str:
+    """The text of docs/performance.md; `pictures`: file names in docs/pictures."""
     measured = {(row["row"], row["shape"]): row for row in accepted["rows"]}
     gpu = accepted["runs"][0]["gpu"]
     measured_peak = any("of_peak" in row for row in accepted["rows"])
     texts = {"peers": _libraries(accepted["runs"]), "peak": _PEAK if measured_peak else ""}
     lines = [_INTRODUCTION.format(name=meta.short_name(gpu), gpu=gpu, **texts), ""]
+    lines += _pictures(pictures) if pictures else ()
     for title, fresh in zip(("By width", "Other ops", "Mixture of experts"), tables(measured, rows), strict=True):
         lines += [f"## {title}", "", *fresh, ""]
     if accepted["layers"]:
@@ -170,7 +187,7 @@ def page(accepted: dict[str, Any], rows: Iterable[Row]) -> str:
             f"- {run['date'][:10]}, commit {(run['commit'] or 'unknown')[:12]}, torch {run['torch']}, "
             f"driver {run['driver']}{', ' + peers if peers else ''}: {count} rows"
         )
-    return "\n".join([*lines, "", "![Copy time / time, by row and peer](performance.png)", ""])
+    return "\n".join([*lines, ""])
 
 
 def _layers(layers: dict[str, Any]) -> list[str]:

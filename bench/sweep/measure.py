@@ -16,6 +16,7 @@ from bench import meta, peers
 from bench.measure.run import DIFFERS, DeviceLost, _say, tensors
 from bench.measure.timing import Call, Timer, TimingError
 from bench.sweep import families, statistics
+from rtkernels.runtime.progress import Bar
 
 SCHEMA = 1
 SAMPLES, MIN_SAMPLES = 30, 8
@@ -319,23 +320,23 @@ def run(sweep: Sweep, file: File, names: list[str], draws: int, ends: float, log
     Raises:
         DeviceLost: The marker names the call, and another process can continue.
     """
-    for family, index in plan(names, draws):
-        if (family, index) in file.done:
-            continue
-        if time.monotonic() > ends:
-            file.save()
-            file.finish()
-            return False
-        try:
-            done = sweep.measure(family, index, file.fatal(family, index))
-        except DeviceLost:
-            file.save()
-            raise
-        file.add(done)
-        value = statistics.ratio(done)
-        said = done.get("failed") or (f"{done['us']:.1f} µs, {value:.2f}" if value else f"{done['us']:.1f} µs, no peer")
-        log(f"{family} {index} {done.get('row')} {done.get('shape')}: {said}")
-        _release(48 << 30)
+    todo = [drawn for drawn in plan(names, draws) if drawn not in file.done]
+    with Bar(len(todo), "draws") as bar:
+        for family, index in bar.over(todo):
+            if time.monotonic() > ends:
+                file.save()
+                file.finish()
+                return False
+            try:
+                done = sweep.measure(family, index, file.fatal(family, index))
+            except DeviceLost:
+                file.save()
+                raise
+            file.add(done)
+            value, us = statistics.ratio(done), done.get("us")
+            said = done.get("failed") or (f"{us:.1f} µs, {value:.2f}" if value else f"{us:.1f} µs, no peer")
+            bar.around(log)(f"{family} {index} {done.get('row')} {done.get('shape')}: {said}")
+            _release(48 << 30)
     file.save(complete=True)
     file.finish()
     return True

@@ -7,6 +7,7 @@ The file layout is that of the DeepSeek-V3 and Qwen3 fp8 checkpoints, which tran
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models.checkpoint_files import check_tokenizer, write_tokenizer
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear, serve_experts, serve_linear
+from rtkernels.runtime.progress import Bar
 
 _SCALE = "_scale_inv"  # suffix of a weight's name
 _SHARD_BYTES = 5 * 10**9
@@ -82,7 +84,8 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
 
     Linear layers and experts become e4m3 codes with one float32 scale per 128 x 128 block. The head, embeddings, norms,
     routers, and layers with fewer than 128 rows or columns do not change. transformers, vLLM and :func:`serve_fp8` can
-    read the result. The generation configuration and the files of the tokenizer and processors are written, too.
+    read the result. The generation configuration and the files of the tokenizer and processors are written, too. On a
+    terminal, a bar shows the rate, unless transformers' progress bars are disabled.
 
     Args:
         model: A transformers model, or the result of :func:`serve_fp8`, whose codes are written unchanged.
@@ -106,7 +109,7 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in _tensors(model, quantized):
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if shards[-1] and size + nbytes > _SHARD_BYTES:
             shards.append({})
             size = 0
@@ -115,11 +118,13 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         where = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
+        total = sum(map(_bytes, shards))
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / file, metadata={"format": "pt"})
+    with _bar(sum(map(_bytes, shards))) as bar:
+        for file, shard in zip(names, shards, strict=True):
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            bar.step(_bytes(shard))
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(next(p.dtype for p in model.parameters() if p.element_size() > 1)).removeprefix("torch.")
@@ -132,6 +137,17 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
         model.generation_config.save_pretrained(folder)
     write_tokenizer(model, tokenizer, folder)
     return skipped
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _bar(nbytes: int) -> Bar:
+    """Return a bar of bytes, which is drawn on a terminal only, and unless transformers' own bars are off."""
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    return Bar(nbytes, "GB", None if is_progress_bar_enabled() else io.StringIO(), lines=False)
 
 
 def _plan(model: nn.Module) -> tuple[set[str], list[str]]:
@@ -168,19 +184,22 @@ def _tensors(model: nn.Module, quantized: set[str]) -> Iterator[tuple[str, Tenso
     import rtkernels
 
     state, tied = model.state_dict(keep_vars=True), _tied(model)
-    for file_name, place in _places(model).items():
-        if place.name in tied:
-            continue
-        tensor = _part(state[place.name].detach(), place)
-        if place.name not in quantized:
-            yield file_name, tensor
-        elif place.name + _SCALE in state:
-            yield file_name, tensor
-            yield file_name + _SCALE, _part(state[place.name + _SCALE].detach(), place, scale=True)
-        else:
-            codes, scale = rtkernels.quantize_fp8(tensor, granularity="block")
-            yield file_name, codes
-            yield file_name + _SCALE, scale
+    parts = {
+        name: (place, _part(state[place.name].detach(), place))
+        for name, place in _places(model).items() if place.name not in tied
+    }  # fmt: skip
+    with _bar(sum(tensor.nbytes for _, tensor in parts.values())) as bar:
+        for file_name, (place, tensor) in parts.items():
+            if place.name not in quantized:
+                yield file_name, tensor
+            elif place.name + _SCALE in state:
+                yield file_name, tensor
+                yield file_name + _SCALE, _part(state[place.name + _SCALE].detach(), place, scale=True)
+            else:
+                codes, scale = rtkernels.quantize_fp8(tensor, granularity="block")
+                yield file_name, codes
+                yield file_name + _SCALE, scale
+            bar.step(tensor.nbytes)
 
 
 def _tied(model: nn.Module) -> set[str]:

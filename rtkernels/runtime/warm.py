@@ -7,7 +7,6 @@ replace the function as soon as anyone imported it.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -21,6 +20,7 @@ from rtkernels.runtime import targets as targets_module
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc, places
 from rtkernels.runtime.build import store as store_module
+from rtkernels.runtime.progress import Bar
 from rtkernels.runtime.suggest import did_you_mean
 from rtkernels.runtime.targets import Target
 
@@ -352,41 +352,23 @@ def plan(
 
 
 class Progress:
-    """A single-line bar on a terminal, elsewhere about ten lines; failures immediately, equal errors in one line."""
+    """A bar of kernels; failures are told immediately, equal errors in one line."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._started = time.perf_counter()
-        self._tenths = 0
+        self._bar = Bar(0, "kernels", stream)
         self._errors: dict[str, int] = {}
 
     def __call__(self, done: int, total: int, failure: Failure | None) -> None:
         if failure is not None:
-            self._tell(failure)
-        if self._terminal:
-            width = max(10, min(40, shutil.get_terminal_size().columns - 20))
-            bar = width * done // max(total, 1)
-            self._stream.write(f"\r[{'#' * bar}{'.' * (width - bar)}] {done}/{total}")
-            self._stream.flush()
-        elif (tenths := 10 * done // max(total, 1)) > self._tenths:
-            self._tenths = tenths
-            print(f"{done}/{total} kernels, {time.perf_counter() - self._started:.0f} s", file=self._stream, flush=True)
-
-    def _tell(self, failure: Failure) -> None:
-        count = self._errors[failure.text] = self._errors.get(failure.text, 0) + 1
-        if count == 1:
-            self._wipe()
-            print(f"failed: {failure}", file=self._stream, flush=True)
+            count = self._errors[failure.text] = self._errors.get(failure.text, 0) + 1
+            if count == 1:
+                self._bar.tell(f"failed: {failure}")
+        self._bar.total = total
+        self._bar.step(done - self._bar.done)
 
     def close(self) -> None:
         """Erase the bar and print how often each error occurred."""
-        self._wipe()
+        self._bar.close()
         for text, count in self._errors.items():
             if count > 1:
-                print(f"failed: {count - 1} more with the same error: {text}", file=self._stream, flush=True)
-
-    def _wipe(self) -> None:
-        if self._terminal:
-            self._stream.write("\r" + " " * (shutil.get_terminal_size().columns - 1) + "\r")
-            self._stream.flush()
+                self._bar.tell(f"failed: {count - 1} more with the same error: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from bench.report import tables as report
 from bench.rows.row import Row
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.operator import registry
+from rtkernels.runtime.progress import Bar
 
 
 class FakeDevice:
@@ -77,6 +79,15 @@ def bench_with(timer: FakeTimer, wanted: list[str] | None) -> run.Bench:
 def measured(rows: list[Row], wanted: list[str], timer: FakeTimer | None = None, **options: Any) -> dict[str, Any]:
     bench = bench_with(timer or FakeTimer(), wanted)
     return run.run(rows, bench, pool=rows, peak_bytes=1 << 16, **options)
+
+
+def test_a_bar_counts_the_rows() -> None:
+    stream = io.StringIO()
+    bench = run.Bench(FakeTimer(), "cpu", [], log=lambda text: None, bar=Bar(0, "rows", stream))
+    rows = [scale_row(shape=f"8x{16 + i}") for i in range(3)]
+    earlier = {"rows": [{"row": "scale_fwd", "shape": "8x16", "failed": "device lost"}]}
+    run.run(rows, bench, pool=rows, peak_bytes=1 << 16, earlier=earlier)
+    assert [line.partition(",")[0] for line in stream.getvalue().splitlines()] == ["1/2 rows", "2/2 rows"]
 
 
 def test_row_is_checked() -> None:

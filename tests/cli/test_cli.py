@@ -214,7 +214,7 @@ def test_warm_compiles_once_into_the_named_directory(capsys, tmp_path):
     code, out, err = run(capsys, *arguments)
     total = 2 * COUNT
     assert code == 0
-    assert re.findall(r"^\d+/6 kernels, \d+ s$", err, re.MULTILINE) == err.splitlines()
+    assert re.findall(r"^\d+/6 kernels, [\d.]+(?:/s| s each), \d+ s$", err, re.MULTILINE) == err.splitlines()
     assert err.splitlines()[-1].startswith("6/6 kernels")
     assert f"{total} kernels for sm_80, sm_90a: {total} compiled, 0 already there, 0 failed" in out
     assert len(list((tmp_path / "kernels").rglob("kernel.cubin"))) == total

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rtkernels"
 
 GROUND = {
-    "errors", "_public",
+    "errors", "_public", "runtime.progress",
     "runtime.checks", "runtime.cpus", "runtime.depends", "runtime.env", "runtime.layout", "runtime.suggest",
     "runtime.targets", "runtime.torch_private",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -249,3 +250,23 @@ def test_a_tokenizer_that_is_nowhere(tmp_path: Path) -> None:
     for wrong in (True, "name"):
         with pytest.raises(ArgumentError, match=r"tokenizer is (True|a str); expected one with save_pretrained"):
             models.export_fp8(model, tmp_path, tokenizer=wrong)
+
+
+def test_a_terminal_shows_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils import logging
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    model, terminal = build_model("qwen3"), Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    models.export_fp8(model, tmp_path)
+    assert terminal.getvalue().count(" GB, ") >= 2 and terminal.getvalue().endswith(" \r")
+    monkeypatch.setattr("sys.stderr", quiet := Terminal())
+    logging.disable_progress_bar()
+    try:
+        models.export_fp8(model, tmp_path)
+    finally:
+        logging.enable_progress_bar()
+    assert quiet.getvalue() == ""

@@ -96,7 +96,8 @@ def test_every_row(tmp_path: Path) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5, msg=lambda m, h=here: f"{h}: {m}")
 
 
-def test_report_in_the_guide() -> None:
+def test_report_in_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else it has measured gains
     printed = REPORT.split("```text\n")[1].split("```")[0]
     found = str(models.patch(build("nemotron_h")))
     # The class has its own name in the newest transformers, that of a relative in others.
