@@ -97,16 +97,16 @@ class GroupedExperts(titan_moe.GroupedExperts):
         """Fields of torchtitan's configuration."""
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Return the experts' results for rows that are sorted by expert; rows after the last expert are 0."""
+        """Return the experts' results for rows that are sorted by expert; rows after the last are uninitialised."""
         return _like(x_RD, lambda: self._products(x_RD, num_tokens_per_expert_E))
 
     def _products(self, x: Tensor, counts: Tensor) -> Tensor:
         given = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         w1, w2, w3 = ((w.to_local() if isinstance(w, DTensor) else w).bfloat16() for w in given)
         ends, rows = torch.cumsum(counts, dim=0, dtype=torch.int32), x.bfloat16()
-        gate, up = (rtkernels.grouped_mm(rows, w, offs=ends, b_layout="nk", zero_padding=True) for w in (w1, w3))
+        gate, up = (rtkernels.grouped_mm(rows, w, offs=ends, b_layout="nk") for w in (w1, w3))
         hidden = rtkernels.glu(gate, up)
-        return rtkernels.grouped_mm(hidden, w2, offs=ends, b_layout="nk", zero_padding=True).type_as(x)
+        return rtkernels.grouped_mm(hidden, w2, offs=ends, b_layout="nk").type_as(x)
 
 
 @override(target=titan_moe.GroupedExperts.Config, exact=True, description="rtkernels.grouped_mm")

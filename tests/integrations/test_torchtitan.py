@@ -72,7 +72,7 @@ def check_experts(rank: int, mesh: Any) -> None:
     assert found == pytest.approx(wanted, rel=5e-3) and any("grouped" in name for name in seen.names), seen.names
 
 
-CHECKS = (check_halves, check_experts)
+CHECKS = (check_fsdp, check_tensor_parallelism, check_halves, check_experts)
 
 
 @pytest.mark.one_in(1000)
