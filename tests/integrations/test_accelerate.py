@@ -31,7 +31,9 @@ def _accelerator(rank: int, **options: Any) -> Any:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true"}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    os.environ |= {name: str(number) for name, number in ranks.items()}
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}  # the process group exists already
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     PartialState(cpu=True)
