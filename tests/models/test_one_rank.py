@@ -54,9 +54,14 @@ def model_for(mesh: Any, **options: Any) -> nn.Module:
     return model
 
 
-def sharded(model: nn.Module, mesh: Any) -> nn.Module:
-    for unit in (*model.model.layers, model.lm_head):
+def sharded(model: nn.Module, mesh: Any, tail: bool | None = None) -> nn.Module:
+    """Shard layers and head; with `tail` final norm and head as one unit, which is freed after its forward or not."""
+    for unit in model.model.layers:
         fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    if tail is None:
+        fsdp.fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+    else:
+        fsdp.fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=tail)
     return fsdp.fully_shard(model, mesh=mesh)
 
 
@@ -81,6 +86,21 @@ def test_fsdp_and_ddp_change_no_loss(mesh: Any) -> None:
     replicated = nn.parallel.DistributedDataParallel(model_for(mesh))
     assert ten_losses(replicated, mesh) == pytest.approx(alone, rel=1e-5)
     assert alone[-1] != alone[0]
+
+
+def test_norm_and_head_as_one_unit(mesh: Any) -> None:
+    """As accelerate shards a model. Weights are freed when the unit has been differentiated, so the head runs once."""
+    alone = ten_losses(model_for(mesh), mesh)
+    for tail in (False, True):
+        shared = sharded(model_for(mesh), mesh, tail)
+        assert ten_losses(shared, mesh) == pytest.approx(alone, rel=1e-5), tail
+        ids = tokens(2, 5).to(mesh.device_type)
+        output = shared(input_ids=ids, labels=ids, use_cache=False)
+        assert type(output.logits).__name__ == "LazyLogits"
+        with torch.no_grad():
+            plain = shared(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(output.logits[0, :2].detach(), plain[0, :2], rtol=1e-2, atol=1e-2)
+        output.loss.backward()
 
 
 def test_fsdp_with_fp8(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
