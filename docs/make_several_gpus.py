@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 def rows(gpus: int) -> list[Row]:
-    """Return the lines of a number of GPUs: 8,192 tokens on each, one layer; FSDP2 with a model of 8 billion weights."""
+    """Return the lines of a number of GPUs: one layer, 8,192 tokens on each GPU; FSDP2 of 8 billion weights."""
     tokens, node = 8192, min(gpus, NODE)
     forward, backward = ring_attention(gpus, tokens, 8 * 128)
     block = 4 * tokens**2 * 64 * 128 / 2  # with zigzag, half of a block's scores are computed

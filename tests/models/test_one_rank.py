@@ -26,6 +26,7 @@ pytestmark = [
         reason="needs torch.distributed and FSDP2",
     ),
 ]
+CLOSE = {"cpu": 1e-5, "cuda": 5e-4}  # torch's own kernels on a GPU do not repeat their sums in the same order
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -82,9 +83,9 @@ def test_fsdp_and_ddp_change_no_loss(mesh: Any) -> None:
     alone = ten_losses(model_for(mesh), mesh)
     shared = sharded(model_for(mesh), mesh)
     assert all(isinstance(unit, fsdp.FSDPModule) for unit in (*shared.model.layers, shared.lm_head, shared))
-    assert ten_losses(shared, mesh) == pytest.approx(alone, rel=1e-5)
+    assert ten_losses(shared, mesh) == pytest.approx(alone, rel=CLOSE[mesh.device_type])
     replicated = nn.parallel.DistributedDataParallel(model_for(mesh))
-    assert ten_losses(replicated, mesh) == pytest.approx(alone, rel=1e-5)
+    assert ten_losses(replicated, mesh) == pytest.approx(alone, rel=CLOSE[mesh.device_type])
     assert alone[-1] != alone[0]
 
 
@@ -93,7 +94,7 @@ def test_norm_and_head_as_one_unit(mesh: Any) -> None:
     alone = ten_losses(model_for(mesh), mesh)
     for tail in (False, True):
         shared = sharded(model_for(mesh), mesh, tail)
-        assert ten_losses(shared, mesh) == pytest.approx(alone, rel=1e-5), tail
+        assert ten_losses(shared, mesh) == pytest.approx(alone, rel=CLOSE[mesh.device_type]), tail
         ids = tokens(2, 5).to(mesh.device_type)
         output = shared(input_ids=ids, labels=ids, use_cache=False)
         assert type(output.logits).__name__ == "LazyLogits"
