@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -72,7 +73,51 @@ def check_experts(rank: int, mesh: Any) -> None:
     assert found == pytest.approx(wanted, rel=5e-3) and any("grouped" in name for name in seen.names), seen.names
 
 
-CHECKS = (check_fsdp, check_tensor_parallelism, check_halves, check_experts)
+def check_modules(rank: int, mesh: Any) -> None:
+    """Attention of packed documents and the converter, in each process by itself."""
+    use_the_cpu()
+    from support.titan import specification
+    from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+    from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
+
+    from rtkernels.errors import ArgumentError
+    from rtkernels.integrations import torchtitan as ours
+
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, 16, generator=random) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 5, 12, 24], dtype=torch.int32)
+    masks = VarlenMetadata(ends, ends, 12, 12)
+    for window in ((-1, 0), (-1, -1), (3, 0)):
+        module = ours.varlen_attention(VarlenAttention.Config(window_size=window)).build()
+        found = module(q, k, v, attention_masks=masks, scale=0.3, enable_gqa=True)
+        flat = [t.flatten(0, 1).bfloat16().float().repeat_interleave(4 // t.shape[2], 1) for t in (q, k, v)]
+        for first, last in itertools.pairwise(ends.tolist()):
+            a, b, c = (t[first:last].transpose(0, 1) for t in flat)
+            gap = torch.arange(last - first)[:, None] - torch.arange(last - first)
+            seen = (gap >= 0 if window[1] == 0 else gap == gap) & (gap <= window[0] if window[0] >= 0 else gap == gap)
+            wanted = (a @ b.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1) @ c
+            torch.testing.assert_close(
+                found.flatten(0, 1)[first:last], wanted.transpose(0, 1), rtol=2e-2, atol=2e-2
+            )  # fmt: skip
+    scaled = module(q, k, v, attention_masks=masks, out_transform=lambda out, lse: out * 0 + lse[..., None])
+    assert scaled.shape == q.shape and scaled.isfinite().all()
+    with pytest.raises(ArgumentError, match="attention_masks is a NoneType; expected VarlenMetadata"):
+        module(q, k, v, attention_masks=None)
+
+    layer = Linear.Config(in_features=64, out_features=40)
+    assert ours._in_fp8(layer, "row") is layer  # 40 is no multiple of 16
+    other = ScaledBiasRowwiseLinear.Config(in_features=64, out_features=64)
+    assert ours._in_fp8(other, "row") is other
+    model = specification("llama3", "debugmodel", [ours.Fp8LinearConverter.Config(filter_fqns=["w2"])]).model
+    kinds = {name: type(config) for name, config, _, _ in model.traverse(Linear.Config)}
+    assert {name for name, kind in kinds.items() if kind is Linear.Config} == {
+        "layers.0.feed_forward.w2", "layers.1.feed_forward.w2",
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match="recipe is 'rows'; expected one of 'block', 'row', 'tensor'"):
+        ours.Fp8LinearConverter.Config(recipe="rows").build()
+
+
+CHECKS = (check_modules, check_fsdp, check_tensor_parallelism, check_halves, check_experts)
 
 
 @pytest.mark.one_in(1000)
