@@ -31,7 +31,6 @@ from torchtitan.protocols.module import Module
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.nn import Fp8Linear as RtkernelsFp8Linear
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FP8_MULTIPLE = 16  # features of a layer that fp8 products take without padding
@@ -277,7 +276,7 @@ def cross_entropy_loss(config: Any) -> CrossEntropyLoss.Config:
 # ---- fp8 ------------------------------------------------------------------------------------------------------------
 
 
-class Fp8Linear(RtkernelsFp8Linear, Module):
+class Fp8Linear(rtkernels.nn.Fp8Linear, Module):
     """torchtitan's Linear on :class:`rtkernels.nn.Fp8Linear`: products of fp8 codes, parameters as before."""
 
     @dataclass(kw_only=True, slots=True)
