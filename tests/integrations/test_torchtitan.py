@@ -121,5 +121,6 @@ CHECKS = (check_modules, check_fsdp, check_tensor_parallelism, check_halves, che
 
 
 @pytest.mark.one_in(1000)
-def test_two_processes(tmp_path: Path) -> None:
-    run_in_processes(CHECKS, tmp_path)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_processes(check: Any, tmp_path: Path) -> None:
+    run_in_processes((check,), tmp_path)
