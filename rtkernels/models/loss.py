@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import rtkernels
@@ -48,7 +49,30 @@ def _head(original: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-replace.register("head", _head)
+def _gathered_whole(head: nn.Module) -> bool:
+    """Return True if FSDP2 shards a head whose weights were no DTensors before, as those of tensor parallelism are."""
+    if not isinstance(head, FSDPModule):
+        return False
+    state = head._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    parameters = [p for unit in groups for p in getattr(unit, "fsdp_params", ())]
+    return bool(parameters) and not any(getattr(p, "is_dtensor", True) for p in parameters)
+
+
+class _LazyUnderFsdp:
+    """Returns lazy logits of a head that FSDP2 shards before hooks run, so that only the call for the loss gathers it.
+
+    Modules that are one unit of FSDP2, as accelerate's final norm and head, free their weights in the backward pass
+    when the first call of the last one has been differentiated: a second call would free the norm's too early.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get(_LAZY) and len(args) == 1 and not kwargs and _gathered_whole(self):
+            return LazyLogits(args[0], self)
+        return super().__call__(*args, **kwargs)
+
+
+replace.register("head", _head, _LazyUnderFsdp)
 
 
 class CausalLMLoss:

@@ -109,7 +109,9 @@ def subclass(original: type[nn.Module], kind: Recognized) -> type[nn.Module]:
         "_rtkernels_kind": kind,
         "_rtkernels_original": original,
     }
-    return type(original.__name__, (original, *_BASES.get(kind.kind, ())), members)
+    bases = _BASES.get(kind.kind, ())
+    before = tuple(base for base in bases if "__call__" in vars(base))  # of their calls, the module's own is part
+    return type(original.__name__, (*before, original, *(b for b in bases if b not in before)), members)
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:

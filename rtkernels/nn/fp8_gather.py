@@ -126,7 +126,7 @@ def gather_in_fp8(module: torch.nn.Module, shards: int) -> int:
 
     Args:
         module: A model with ``Fp8Linear`` layers, or one patched with fp8.
-        shards: Number of processes that share a weight.
+        shards: Number of processes that share a weight. With 1, FSDP2 gathers nothing, and nothing is converted.
 
     Returns:
         The number of weights that will be gathered as codes.
@@ -143,7 +143,7 @@ def gather_in_fp8(module: torch.nn.Module, shards: int) -> int:
         weight = layer.weight
         named = layer.recipe if hasattr(layer, "recipe") else dict(layer._rtkernels_kind.options)["recipe"]
         pow2 = getattr(layer, "pow2_scale", False) or getattr(named, "pow2_scale", False)
-        fits = weight.shape[0] % (SIDE * shards) == 0 and weight.shape[1] % PITCH == 0
+        fits = shards > 1 and weight.shape[0] % (SIDE * shards) == 0 and weight.shape[1] % PITCH == 0
         if getattr(named, "name", named) == "block" and not pow2 and fits and type(weight) is torch.nn.Parameter:
             layer.weight = torch.nn.Parameter(Fp8GatherWeight(weight.data), weight.requires_grad)
             count += 1

@@ -98,6 +98,8 @@ class _RingAttention(torch.autograd.Function):
         dout, dq = dout.contiguous(), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         sums = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v)]
         for step in range(ring.size):
+            last = step == ring.size - 1
+            received, work = ((), ()) if last else ring.start((k, v))
             block = _blocks(ring.rank, (ring.rank - step) % ring.size, length, causal, zigzag)
             if block is not None:
                 rows, columns, is_causal = block
@@ -110,7 +112,11 @@ class _RingAttention(torch.autograd.Function):
                 dq[:, rows] += found[0]
                 sums[0][:, columns] += found[1]
                 sums[1][:, columns] += found[2]
-            k, v, *sums = ring.moved((k, v, *sums))  # sums travel with their keys and return after the last step
+            sums = ring.moved(sums)  # these follow their keys and return after the last step
+            for each in work:
+                each.wait()
+            if not last:
+                k, v = received
         return dq.to(q.dtype), *(t.to(q.dtype) for t in sums), *(None,) * 5
 
 

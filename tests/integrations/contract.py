@@ -85,6 +85,34 @@ NAMES = {
         "trainer/grpo_trainer.py:@fused",
         "trainer/rloo_trainer.py:@fused",
     ),
+    "torchtitan": (
+        "config/override.py:override",
+        "config/override.py:derive",
+        "config/override.py:parse_cli_imports",
+        "models/common/nn_modules.py:RMSNorm.Config@fields",
+        "models/common/linear.py:Linear.Config@fields",
+        "models/common/feed_forward.py:FeedForward.Config@fields",
+        "models/common/feed_forward.py:FeedForward.forward",
+        "models/common/moe.py:GroupedExperts.Config@fields",
+        "models/common/moe.py:GroupedExperts.forward",
+        "models/common/moe.py:GroupedExperts.w1_EFD",
+        "models/common/moe.py:GroupedExperts.w2_EDF",
+        "models/common/moe.py:GroupedExperts.w3_EFD",
+        "models/common/attention.py:ScaledDotProductAttention.forward",
+        "models/common/attention.py:VarlenAttention.Config@fields",
+        "models/common/attention.py:VarlenAttention.forward",
+        "models/common/attention.py:VarlenMetadata@fields",
+        "components/loss.py:IGNORE_INDEX",
+        "components/loss.py:cross_entropy_loss",
+        "components/loss.py:CrossEntropyLoss.Config@fields",
+        "components/loss.py:CrossEntropyLoss.__init__",
+        "protocols/model.py:ModelConfigConverter.convert",
+        "protocols/module.py:Module@fields",
+        "protocols/module.py:Module.Config@fields",
+        "distributed/spmd_types.py:current_spmd_mesh",
+        "distributed/spmd_types.py:spmd_mesh_size",
+        "distributed/utils.py:get_spmd_backend",
+    ),
 }
 
 
@@ -119,10 +147,13 @@ def _cells(tree: ast.Module, name: str) -> str | None:
     return None
 
 
-def _fields(tree: ast.Module, name: str) -> str | None:
-    """Return the annotated attributes of a class."""
+def _fields(tree: ast.AST, name: str) -> str | None:
+    """Return the annotated attributes of a class, which may be inside of another."""
+    outer, _, inner = name.partition(".")
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == name:
+        if isinstance(node, ast.ClassDef) and node.name == outer:
+            if inner:
+                return _fields(node, inner)
             return ", ".join(n.target.id for n in node.body if isinstance(n, ast.AnnAssign))
     return None
 
@@ -166,6 +197,11 @@ def _parameters(given: ast.arguments) -> str:
 
 
 _MORE = {"": _about, "cells": _cells, "fields": _fields, "fused": _fused}
+
+
+def of_adapter(name: str, file: Path) -> str | None:
+    """Return what is behind a name of one of our files, without importing it."""
+    return _about(ast.parse(file.read_text(encoding="utf-8")), name)
 
 
 def of_installed(package: str) -> tuple[str, dict[str, str | None]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from integrations import fake_vllm
-from integrations.contract import NAMES, RECORD, of_installed, of_wheel
+from integrations.contract import NAMES, RECORD, of_adapter, of_installed, of_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED: dict[str, dict[str, dict[str, str | None]]] = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -110,6 +110,17 @@ def test_ours_take_what_theirs_take(package: str, names: dict[str, str | None]) 
         moves = names["tuners/tuners_utils.py:BaseTunerLayer._move_adapter_to_device_of_base_layer"]
         assert own(ServedLora._move_adapter_to_device_of_base_layer) == parameters(moves)
         assert parameters(names["tuners/lora/config.py:LoraConfig._register_custom_module"]) == ["self", "mapping"]
+    elif package == "torchtitan":
+        adapter = ROOT / "rtkernels" / "integrations" / "torchtitan.py"
+        for file, cls in (("feed_forward", "FeedForward"), ("moe", "GroupedExperts"),
+                          ("attention", "ScaledDotProductAttention"), ("attention", "VarlenAttention")):  # fmt: skip
+            theirs = names[f"models/common/{file}.py:{cls}.forward"]
+            assert of_adapter(f"{cls}.forward", adapter) == theirs, cls
+        theirs = names["components/loss.py:cross_entropy_loss"]
+        assert of_adapter("cross_entropy_sum", adapter) == theirs
+        assert of_adapter("CrossEntropyLoss.__init__", adapter) == names["components/loss.py:CrossEntropyLoss.__init__"]
+        theirs = names["protocols/model.py:ModelConfigConverter.convert"]
+        assert of_adapter("Fp8LinearConverter.convert", adapter) == theirs
 
 
 def _compare_with_vllm(names: dict[str, str | None]) -> None:

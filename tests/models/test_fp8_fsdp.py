@@ -140,3 +140,4 @@ def test_a_gathered_weight_gives_its_codes() -> None:
         rtkernels.fp8_linear(x, parameter, recipe="row")
     with pytest.raises(ArgumentError, match="shards is 0"):
         gather_in_fp8(nn.Linear(2, 2), 0)
+    assert gather_in_fp8(_layers(), 1) == 0 and gather_in_fp8(_layers(), 2) == 2

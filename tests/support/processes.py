@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WORLD = 2
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "pytest"]
@@ -41,6 +42,26 @@ def spawn(function: Callable[..., None], *args: Any) -> None:
 def run_in_processes(checks: Sequence[Check], path: Any) -> None:
     """Run checks, one after the other, in two processes; each gets its rank and a mesh of both."""
     spawn(_joined, tuple(checks), str(path))
+
+
+def use_the_cpu() -> None:
+    """Tell libraries that ask torch for the accelerator of this machine, when they are imported, that it is the CPU."""
+    import torch._utils
+
+    torch._utils._get_available_device_type = lambda: "cpu"
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of our operators that are called while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "rtkernels":
+            self.names.add(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
