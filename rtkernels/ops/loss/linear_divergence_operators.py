@@ -13,6 +13,8 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import linear_logprob_operators as linear
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
+from rtkernels.ops.loss.linear_logprob_checks import check_numbers
+from rtkernels.ops.loss.linear_logprob_head import Head, Options, rounded_product, row_memory
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor, group_threads, nothing
@@ -188,16 +190,16 @@ class _Heads:
     """Student and teacher: slabs of their logits, all in the same memory."""
 
     def __init__(self, student, teacher, chunk_bytes: int) -> None:
-        options = linear.Options(_IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
+        options = Options(_IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
         flat = [(hidden.reshape(-1, hidden.shape[-1]), weight, bias) for hidden, weight, bias in (student, teacher)]
-        self.both = [linear.Head(*tensors, options) for tensors in flat]
+        self.both = [Head(*tensors, options) for tensors in flat]
         self.both[1].columns = self.both[0].columns
         self.memory = [head.memory(head.columns) for head in self.both]
         self._current: tuple[int, int] | None = None
         self._logits: list[Tensor] = []
 
     @property
-    def student(self) -> linear.Head:
+    def student(self) -> Head:
         return self.both[0]
 
     def logits(self, start: int, end: int) -> list[Tensor]:
@@ -243,8 +245,8 @@ def _forward(
     if kind_of(beta) != MIXED:
         stats = _one_pass(functions, heads, ids, beta, temperature)
         return stats[4].clone().view(student_hidden.shape[:-1]), stats
-    options = linear.Options(_IGNORED, 1.0, 0.0, temperature, True, chunk_bytes, 0, vocabulary)
-    memory = [linear.row_memory(student_hidden, ids) for _ in heads.both]
+    options = Options(_IGNORED, 1.0, 0.0, temperature, True, chunk_bytes, 0, vocabulary)
+    memory = [row_memory(student_hidden, ids) for _ in heads.both]
     slabs = list(heads.student.slabs())
     for start, end in slabs:
         for logits, (parts, targets) in zip(heads.logits(start, end), memory, strict=True):
@@ -279,7 +281,7 @@ def _backward(
         if need_hidden:
             add_product(dhidden, out, weight[start:end], start == 0)
         if need_weight:
-            torch.mm(out.t(), states, out=dweight[start:end])
+            rounded_product(dweight[start:end], out.t(), states)
         if need_bias:
             dbias.append(out.sum(0, dtype=torch.float32))
     return (
@@ -299,7 +301,7 @@ def check_inputs(
     """Raise an ArgumentError for arguments that do not fit together."""
     if not 0.0 <= beta <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
-    linear.check_numbers(1.0, 0.0, temperature, chunk_bytes)
+    check_numbers(1.0, 0.0, temperature, chunk_bytes)
     of_heads = ("student", student_hidden, student_weight, student_bias), (
         "teacher", teacher_hidden, teacher_weight, teacher_bias
     )  # fmt: skip

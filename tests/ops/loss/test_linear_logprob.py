@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.loss import linear_logprob_operators as linear
+from rtkernels.ops.loss import linear_logprob_head as linear
 
 linear_logprob = rtkernels.linear_logprob
 ALL = {f"return_{name}": True for name in ("entropy", "lse", "log_sum_sq", "mean_logit", "top1")}
@@ -266,3 +266,9 @@ def test_slabs() -> None:
         torch.ones(8192, 2), torch.ones(1000, 2), None, linear.Options(-100, 1.0, 0.0, 1.0, False, 1, 0, 0)
     )
     assert list(itertools.chain(*head.slabs()))[-2:] == [896, 1000]
+
+
+def test_small_products_are_rounded_once() -> None:
+    """cuBLAS adds the parts of a split k in 16 bits; it splits products that have fewer tiles than there are SMs."""
+    assert linear.may_split(77, 256, 132) and linear.may_split(256, 4096, 132)
+    assert not linear.may_split(8192, 16896, 132) and not linear.may_split(1, 151936, 132)
