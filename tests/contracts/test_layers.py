@@ -32,7 +32,7 @@ FAMILIES = {
     "norm": {"act", "quant"},
     "act": {"quant", "layout"},
     "moe": {"quant"},
-    "loss": {"reduce"},
+    "loss": {"reduce", "gemm"},
     "router": {"norm", "quant", "gemm"},
     "gemm": {"quant", "layout", "act"},
     "attention": {"gemm", "norm", "rope"},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
 from rtkernels.ops.loss.linear_logprob_checks import check_inputs, check_numbers
@@ -245,6 +246,6 @@ def linear_logprob(
 
 
 OP = Op(
-    "linear_logprob", public=("linear_logprob",), kernels=plans.KERNELS,
+    "linear_logprob", public=("linear_logprob",), kernels=(*plans.KERNELS, *tiles.KERNELS),
     torch_ops=(PARTS, FINISH, BACKWARD, BACKWARD_SAVED, PROJECT, PROJECTED_BACKWARD),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss import logprob_reference as reference
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
@@ -161,12 +162,22 @@ def _gradient(logits, out, ids, temperatures, terms, targets, dlogprob, options,
 KERNELS = Functions(_add_parts, _terms, _gradient)
 
 
-def _launch_parts(hidden, *others):
+def _launch_parts(compute, hidden, *others):
     plans.raise_if_bad(hidden)
-    results = _parts(KERNELS, hidden, *others)
+    results = compute(hidden, *others)
     if hidden.get_device() < 0:  # the emulator has finished by then
         plans.raise_if_bad(hidden)
     return results
+
+
+def _plan_parts(
+    hidden, weight, ids, bias, temperatures, logit_scale, softcap, keep_logits, wanted, device
+) -> Any:  # fmt: skip
+    if hidden.rows == 0:
+        return IN_TORCH
+    given = hidden, weight, ids, bias, temperatures, logit_scale, softcap, keep_logits, wanted
+    compute = tiles.parts if tiles.suits(*given, device) else partial(_parts, KERNELS)
+    return Steps(instead=partial(_launch_parts, compute))
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -227,8 +238,7 @@ _NEEDS = "bool need_hidden, bool need_weight, bool need_bias, bool fp32_hidden_g
 PARTS = Operator(
     "linear_logprob_parts", TENSORS, options=f"{OPTIONS}, bool keep_logits, int wanted",
     results="parts targets logits", outputs=_outputs_parts, check=check,
-    plan=lambda hidden: Steps(instead=_launch_parts) if hidden.rows else IN_TORCH, reference=partial(_parts, PLAIN),
-    plans_empty=True,
+    plan=_plan_parts, reference=partial(_parts, PLAIN), plans_empty=True,
 )  # fmt: skip
 FINISH = Operator(
     "linear_logprob_finish", (Dense("parts"), Dense("targets"), Dense("ids", None)),
