@@ -14,7 +14,7 @@
 
 namespace rtk {
 
-template <typename T, bool ROUND, bool ENTROPY, int COLS, int STAGES>
+template <typename T, bool ROUND, int COLS, int STAGES>
 __global__ void __launch_bounds__(384, 1)
     linear_logprob_tiles(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
                          const void* ids, float* tiles, float* targets, i64 rows, i64 columns, i64 depth, i64 ids_int64,
@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(384, 1)
         ptx::wgmma_wait<0>();
         if (speaks) pipeline.release(last);
         const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(COLS)));
-        finish_tile<T, ROUND, ENTROPY, COLS>(sums, planes, targets, tile.n / COLS, row, place, existing,
-                                             static_cast<float>(factor));
+        finish_tile<T, ROUND, COLS>(sums, planes, targets, tile.n / COLS, row, place, existing, static_cast<float>(factor));
     }
 }
 
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(384, 1)
 template <typename T>
 __global__ void __launch_bounds__(256)
     linear_logprob_fold(const T* tiles, const void* ids, T* parts, T* targets, i64* report, i64 rows, i64 columns, i64 count,
-                        i64 entropy, i64 wanted, i64 ids_int64, i64 ignore_index, i64 first, i64 vocabulary,
+                        i64 wanted, i64 ids_int64, i64 ignore_index, i64 first, i64 vocabulary,
                         i64 begin) {
     constexpr int kWarps = 8;
     __shared__ float shared[kWarps][5][kWarp];
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(256)
     const i64 row = static_cast<i64>(blockIdx.x) * kWarp + lane, at = row < rows ? row : 0;
     const bool totals = (wanted & kWantsTotal) != 0, top1 = (wanted & kWantsTop1) != 0;
     const i64 plane = count * rows;
-    const T* const total_plane = tiles + (entropy != 0 ? 3 : 2) * plane;
+    const T* const total_plane = tiles + 3 * plane;
     const T* const before_plane = total_plane + (totals ? plane : 0);
     RowParts<true, false> found;
     float before = -kInfinity;
@@ -108,8 +107,7 @@ __global__ void __launch_bounds__(256)
     for (i64 i = warp; i < count; i += kWarps) {
         const i64 here = i * rows + at;
         RowParts<true, false> more;
-        more.top = tiles[here], more.sum = tiles[plane + here];
-        if (entropy != 0) more.shifted = tiles[2 * plane + here];
+        more.top = tiles[here], more.sum = tiles[plane + here], more.shifted = tiles[2 * plane + here];
         if (totals) more.total = total_plane[here];
         if (top1) before = fmaxf(before, before_plane[here]);
         found.fold(more);

@@ -67,8 +67,8 @@ struct TileLogits {
     }
 };
 
-// Where statistics of tiles are written: planes [tiles, rows] of top, sum, then shifted with ENTROPY, then the total and
-// the largest score before the id, if wanted.
+// Where statistics of tiles are written: planes [tiles, rows] of top, sum and shifted, then the total and the largest
+// score before the id, if wanted.
 struct TilePlanes {
     float* tiles;
     i64 count, rows;
@@ -79,11 +79,10 @@ struct TilePlanes {
 
 // Called by a warpgroup for its 64 rows; `row` is this thread's first one, `row` + 8 the other. `existing` columns of
 // the tile exist; the accumulators of others are overwritten. Scores are logits times `factor`, a positive one.
-template <typename T, bool ROUND, bool ENTROPY, int COLS>
+template <typename T, bool ROUND, int COLS>
 RTK_DEVICE void finish_tile(float (&sums)[COLS / 2], const TilePlanes& planes, float* targets, i64 tile, i64 row,
                             const int (&place)[2], int existing, float factor) {
-    constexpr int kPairs = COLS / 8;
-    constexpr int kTotal = ENTROPY ? 3 : 2;
+    constexpr int kPairs = COLS / 8, kTotal = 3;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, own = lane % 4 * 2;  // its first column of eight
     const int left = existing - own;  // columns from this thread's first one on
     if (existing < COLS) {
@@ -111,15 +110,15 @@ RTK_DEVICE void finish_tile(float (&sums)[COLS / 2], const TilePlanes& planes, f
                 const float away = ROUND ? fmaf(x[c], slope, -base) : (x[c] - anchor) * slope;
                 const float e = ptx::ex2(away);
                 sum[c] += e;
-                if constexpr (ENTROPY) shifted[c] = fmaf(e, fmaxf(away, -1000.0f), shifted[c]);  // e is 0 long before
+                shifted[c] = fmaf(e, fmaxf(away, -1000.0f), shifted[c]);  // e is 0 long before
             }
         }
         const float correction = ROUND ? ptx::ex2(rest) : 1.0f;
-        const float whole = row_sum(sum[0] + sum[1]);
-        if (stores) *planes.at(0, tile, at) = peak * factor, *planes.at(1, tile, at) = whole * correction;
-        if constexpr (ENTROPY) {
-            const float far = row_sum(shifted[0] + shifted[1]);
-            if (stores) *planes.at(2, tile, at) = fmaf(rest, whole, far) * correction * 0.6931471805599453f;
+        const float whole = row_sum(sum[0] + sum[1]), far = row_sum(shifted[0] + shifted[1]);
+        if (stores) {
+            *planes.at(0, tile, at) = peak * factor;
+            *planes.at(1, tile, at) = whole * correction;
+            *planes.at(2, tile, at) = fmaf(rest, whole, far) * correction * 0.6931471805599453f;
         }
         if (planes.totals) {
             float total = 0.0f;

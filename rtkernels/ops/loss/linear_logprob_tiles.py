@@ -26,23 +26,20 @@ _ROWS, _COLS, _STAGES = 128, 256, 4
 _ROW_BYTES = 128  # of k in a stage
 _BAND = 2048 // _ROWS  # rows of tiles that blocks walk together
 _FOLD_ROWS = 32
-_MOST_ROWS = 16384  # of a launch, so that statistics of tiles stay small
+_LIMIT_ROWS = 16384  # of a launch, so that statistics of tiles stay small
 FEWEST = (256, 8192)  # rows and columns
 
 TILES = Kernel(
-    _UNIT, "linear_logprob_tiles", template="T ROUND ENTROPY COLS STAGES", max_registers=168,
+    _UNIT, "linear_logprob_tiles", template="T ROUND COLS STAGES", max_registers=168,
     args="a_map:tmap b_map:tmap ids:ptr tiles:ptr targets:ptr rows:i64 columns:i64 depth:i64 ids_int64:i64 "
     "ignore_index:i64 first:i64 wanted:i64 band:i64 factor:f64",
-    variants=[
-        (token, rounds, entropy, _COLS, _STAGES)
-        for token in ("bf16", "fp16") for rounds in (False, True) for entropy in (False, True)
-    ],
+    variants=[(token, rounds, _COLS, _STAGES) for token in ("bf16", "fp16") for rounds in (False, True)],
     needs=("wgmma",),
 )  # fmt: skip
 FOLD = Kernel(
     _UNIT, "linear_logprob_fold", template="T", max_registers=64, variants=[("fp32",)],
-    args="tiles:ptr ids:ptr parts:ptr targets:ptr report:ptr rows:i64 columns:i64 count:i64 entropy:i64 wanted:i64 "
-    "ids_int64:i64 ignore_index:i64 first:i64 vocabulary:i64 begin:i64",
+    args="tiles:ptr ids:ptr parts:ptr targets:ptr report:ptr rows:i64 columns:i64 count:i64 wanted:i64 ids_int64:i64 "
+    "ignore_index:i64 first:i64 vocabulary:i64 begin:i64",
 )  # fmt: skip
 KERNELS = (TILES, FOLD)
 
@@ -67,7 +64,7 @@ def suits(
 
 
 def _planes(wanted: int) -> int:
-    return 2 + sum(bool(wanted & bit) for bit in (plans.ENTROPY, plans.MEAN, plans.TOP1))
+    return 3 + sum(bool(wanted & bit) for bit in (plans.MEAN, plans.TOP1))
 
 
 def _operand(name: str, matrix: Meta, rows: int) -> Boxes:
@@ -81,15 +78,14 @@ def _plan(
     factor: float, device: int,
 ) -> Steps:  # fmt: skip
     (rows, depth), columns = states.shape, weight.shape[0]
-    count, entropy = -(-columns // _COLS), bool(wanted & plans.ENTROPY)
-    flags, is_int64 = wanted & (plans.MEAN | plans.TOP1), int(ids.dtype == torch.int64)
+    count, flags, is_int64 = -(-columns // _COLS), wanted & (plans.MEAN | plans.TOP1), int(ids.dtype == torch.int64)
     grid = min(device_info(device).sm_count, -(-rows // _ROWS) * count)
     shared = _STAGES * ((_ROWS + _COLS) * _ROW_BYTES + 16) + 1024
-    variant = (states.token, not fp32_logits, entropy, _COLS, _STAGES)
+    variant = (states.token, not fp32_logits, _COLS, _STAGES)
     tiles = TILES.bind(variant, device, grid, 384, shared)
     fold = FOLD.bind(("fp32",), device, -(-rows // _FOLD_ROWS), 256)
     sizes = rows, columns, depth, is_int64, ignore_index, "first", flags, _BAND, factor
-    numbers = rows, columns, count, int(entropy), flags, is_int64, ignore_index, "first", vocabulary, "begin"
+    numbers = rows, columns, count, flags, is_int64, ignore_index, "first", vocabulary, "begin"
     operands = _operand("states", states, _ROWS), _operand("weight", weight, _COLS)
     return Steps(
         Step(tiles, *operands, "ids", "tiles", "targets", *sizes),
@@ -119,8 +115,8 @@ def parts(
     states, flat = flat_rows(hidden, ids)
     numbers = ignore_index, vocabulary, wanted, fp32_logits, logit_scale / temperature, first
     found = [
-        PARTS_OF_TILES(states[begin : begin + _MOST_ROWS], weight, flat[begin : begin + _MOST_ROWS], *numbers, begin)
-        for begin in range(0, len(states), _MOST_ROWS)
+        PARTS_OF_TILES(states[begin : begin + _LIMIT_ROWS], weight, flat[begin : begin + _LIMIT_ROWS], *numbers, begin)
+        for begin in range(0, len(states), _LIMIT_ROWS)
     ]
     together = found[0] if len(found) == 1 else [torch.cat(each, 1) for each in zip(*found, strict=True)]
     return together[0], together[1], nothing(together[0])

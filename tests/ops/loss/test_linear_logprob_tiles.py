@@ -160,12 +160,3 @@ def test_which_calls_suit(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         assert not tiles.suits(**(given | {name: value}))
     assert not tiles.TILES.supports(targets.parse("sm_80"))
-
-
-def emulated_coverage() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        given = make(3, 260, 16, dtype, "cpu")
-        for fp32 in (False, True):
-            for wanted in (WANTED, 0):
-                with rtkernels.emulate("sm_90"):
-                    run(*given, fp32=fp32, wanted=wanted)
