@@ -55,9 +55,9 @@ def may_split(rows: int, columns: int, sms: int) -> bool:
 def rounded_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
     """Write ``a @ b + bias`` to `out` with one rounding.
 
-    By default torch lets cuBLAS add the parts of a split k in 16 bits, each of them rounded
-    (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``). Products that may be split have fp32
-    results here, which are rounded after the bias is added.
+    By default torch lets cuBLAS add the parts of a split k in 16 bits, each of them rounded, and the bias after them
+    (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``; without it, the bias is still added to a
+    rounded product). Products that may be split have fp32 results here, which are rounded after the bias is added.
     """
     rounds = out.is_cuda and out.dtype != torch.float32
     if rounds and may_split(*out.shape, device_info(out.get_device()).sm_count):

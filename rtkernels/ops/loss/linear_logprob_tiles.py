@@ -27,7 +27,7 @@ _ROW_BYTES = 128  # of k in a stage
 _BAND = 2048 // _ROWS  # rows of tiles that blocks walk together
 _FOLD_ROWS = 32
 _LIMIT_ROWS = 16384  # of a launch, so that statistics of tiles stay small
-FEWEST = (256, 8192)  # rows and columns
+FEWEST = (1024, 8192)  # rows and columns
 
 TILES = Kernel(
     _UNIT, "linear_logprob_tiles", template="T ROUND COLS STAGES", max_registers=168,

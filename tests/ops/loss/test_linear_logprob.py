@@ -270,7 +270,7 @@ def test_slabs() -> None:
 
 
 def test_small_products_are_rounded_once() -> None:
-    """cuBLAS adds the parts of a split k in 16 bits; it splits products that have fewer tiles than there are SMs."""
+    """cuBLAS rounds the parts of a split k; it splits products that have fewer tiles than there are SMs."""
     assert linear.may_split(77, 256, 132) and linear.may_split(256, 4096, 132)
     assert not linear.may_split(8192, 16896, 132) and not linear.may_split(1, 151936, 132)
 

@@ -24,9 +24,13 @@ WANTED = plans.ENTROPY | plans.LSE | plans.MEAN | plans.TOP1
 
 
 def make(rows: int, vocabulary: int, size: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weight and ids: the first row's id is its largest logit, the last one's is ignored."""
+    """Hidden states, weight and ids: the first row's id is its largest logit, the last one's is ignored.
+
+    Numbers have so few bits that sums are exact in any order: all products round logits alike.
+    """
     g = torch.Generator().manual_seed(rows + vocabulary)
-    hidden, weight = ((torch.randn(*s, generator=g) * 0.7).to(dtype) for s in ((rows, size), (vocabulary, size)))
+    shapes = (rows, size), (vocabulary, size)
+    hidden, weight = ((torch.randint(-4, 5, s, generator=g) / 4).to(dtype) for s in shapes)
     ids = torch.randint(0, vocabulary, (rows, 1), generator=g)
     ids[0] = (hidden[0].double() @ weight.double().t()).to(dtype).argmax()
     if rows > 1:
@@ -61,10 +65,9 @@ def run(
     return [logprob[:, 0], entropy, lse, mean, top1]
 
 
-def assert_close(found: list[Tensor], wanted: list[Tensor], mean: float = 1e-5) -> None:
-    """Products that round a logit to its other neighbour change one term of the statistics, and of the mean."""
-    for got, one, tolerance in zip(found, wanted, (1e-5, 1e-5, 1e-5, mean), strict=False):
-        assert (got.double() - one).abs().max() <= tolerance * one.abs().max().clamp(min=1.0)
+def assert_close(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for got, one in zip(found[:4], wanted, strict=False):
+        assert (got.double() - one).abs().max() <= 4e-6 * one.abs().max().clamp(min=1.0)
     assert torch.equal(found[4], wanted[4])
 
 
@@ -74,7 +77,7 @@ def test_agrees_with_float64(place: str, dtype: torch.dtype) -> None:
     with running_on(place) as device:
         for shape in ((1, 8, 8), (3, 300, 72), (130, 513, 64)):
             given = make(*shape, dtype, device)
-            assert_close(run(*given), exact(*given, 1.0, True), 1e-3)
+            assert_close(run(*given), exact(*given, 1.0, True))
             assert_close(run(*given, factor=0.7, fp32=True), exact(*given, 0.7, False))
 
 
@@ -83,10 +86,10 @@ def test_parts_of_the_vocabulary_and_strides(place: str) -> None:
     with running_on(place) as device:
         hidden, weight, ids = make(67, 600, 64, torch.bfloat16, device)
         wanted = exact(hidden, weight, ids, 1.0, True)
-        assert_close(run(hidden, weight, ids.int(), cuts=(8, 264, 520)), wanted, 1e-3)
+        assert_close(run(hidden, weight, ids.int(), cuts=(8, 264, 520)), wanted)
         wide = torch.full((67, 80), torch.nan, dtype=torch.bfloat16, device=device)
         wide[:, :64] = hidden
-        assert_close(run(wide[:, :64], weight, ids), wanted, 1e-3)
+        assert_close(run(wide[:, :64], weight, ids), wanted)
 
 
 @at("sm_90", "cuda")
@@ -135,7 +138,7 @@ def test_bad_ids_name_their_place(place: str) -> None:
 
 @pytest.mark.gpu
 def test_the_public_function_takes_tiles() -> None:
-    hidden, weight, ids = make(300, 8200, 64, torch.bfloat16, "cuda")
+    hidden, weight, ids = make(tiles.FEWEST[0] + 3, tiles.FEWEST[1] + 8, 64, torch.bfloat16, "cuda")
     options = {f"return_{name}": True for name in ("entropy", "lse", "mean_logit", "top1")}
     assert_close(
         rtkernels.linear_logprob(hidden, weight, ids[:, 0], **options), exact(hidden, weight, ids, 1.0, True), 1e-3
