@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import util
 from typing import Any
 
-from bench.peers import fa4, flaggems, liger, linghe, others, quack
+from bench.peers import fa4, flaggems, heads, liger, linghe, others, quack
 from bench.peers.base import Absent, Call, Compared, Prepare, Table
 from bench.peers.torch import torch_peers
 
@@ -32,7 +32,9 @@ __all__ = [
     "torch_peers",
 ]
 
-FAMILIES = ("torch", "inductor", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla", "torchao")
+FAMILIES = (
+    "torch", "inductor", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla", "torchao", "trl", "verl",
+)  # fmt: skip
 DISTRIBUTIONS = {
     "liger": "liger-kernel",
     "quack": "quack-kernels",
@@ -42,6 +44,8 @@ DISTRIBUTIONS = {
     "deepgemm": "deep-gemm",
     "fla": "flash-linear-attention",
     "torchao": "torchao",
+    "trl": "trl",
+    "verl": "verl",
 }
 _MODULES = {
     "liger": "liger_kernel",
@@ -52,6 +56,8 @@ _MODULES = {
     "deepgemm": "deep_gemm",
     "fla": "fla",
     "torchao": "torchao",
+    "trl": "trl",
+    "verl": "verl",
 }
 
 
@@ -81,4 +87,6 @@ def _merged(*tables: Table) -> Table:
     return found
 
 
-ADAPTERS = _merged(liger.ADAPTERS, quack.ADAPTERS, fa4.ADAPTERS, linghe.ADAPTERS, flaggems.ADAPTERS, others.ADAPTERS)
+ADAPTERS = _merged(
+    *(library.ADAPTERS for library in (liger, quack, fa4, linghe, flaggems, others, heads)),
+)

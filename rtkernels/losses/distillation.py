@@ -8,17 +8,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.losses.shared import counted, divisor, like, mask_of, number, values
+from rtkernels.ops.loss.topk_divergence import divergences
 from rtkernels.runtime.checks import check_shape, check_tensor
-
-_LARGEST = -1e-7  # of the logarithm of a sum of probabilities, so that something is left for the tail
-
-
-def _classes(logprobs: Tensor, support: Tensor, tail: bool) -> Tensor:
-    """Return log-probabilities of K classes as a distribution: with a class for all others, or divided by their sum."""
-    total = torch.logsumexp(logprobs.masked_fill(~support, float("-inf")), -1, keepdim=True)
-    if not tail:
-        return logprobs - total
-    return torch.cat([logprobs, torch.log(-torch.expm1(total.clamp(max=_LARGEST)))], -1)
 
 
 def topk_distillation(
@@ -28,7 +19,8 @@ def topk_distillation(
     """Return the divergence between student and teacher over K tokens that the teacher named at each position.
 
     The student's log-probabilities are those of ``rtkernels.linear_logprob(hidden, weight, ids)`` with the ids
-    ``[..., K]`` of the teacher. For teachers with logits, see :func:`rtkernels.jsd`.
+    ``[..., K]`` of the teacher; :func:`rtkernels.linear_divergence` computes both. For teachers with logits, see
+    :func:`rtkernels.jsd`.
 
     Args:
         student: Log-probabilities of K tokens ``[..., K]``.
@@ -57,19 +49,5 @@ def topk_distillation(
         check_shape("support", support.shape, q.shape, "that of student")
         inside = support != 0
     counts = mask_of("mask", mask, q[..., 0] if q.shape[-1] else q.sum(-1), "positions of student")
-    log_q, log_p = _classes(q, inside, tail), _classes(p, inside, tail)
-    if tail:
-        inside = torch.cat([inside, torch.ones_like(inside[..., :1])], -1)
-    log_q, log_p = torch.where(inside, log_q, 0.0), torch.where(inside, log_p, 0.0)
-    q, p = torch.where(inside, log_q.exp(), 0.0), torch.where(inside, log_p.exp(), 0.0)
-    if beta == 0:
-        each = torch.nan_to_num(p * (log_p - log_q), nan=0.0)
-    elif beta == 1:
-        each = torch.nan_to_num(q * (log_q - log_p), nan=0.0)
-    else:
-        mixed = ((1 - beta) * q + beta * p).clamp(min=torch.finfo(q.dtype).tiny)
-        log_m = torch.where(inside, torch.log(mixed), 0.0)
-        of_p, of_q = torch.nan_to_num(p * (log_p - log_m), nan=0.0), torch.nan_to_num(q * (log_q - log_m), nan=0.0)
-        each = beta * of_p + (1 - beta) * of_q
-    total = counted(each.sum(-1), counts).sum()
+    total = counted(divergences(q, p, inside, beta, tail), counts).sum()
     return total / (counts.sum().clamp(min=1) if num_items is None else divisor("num_items", num_items, q.device))

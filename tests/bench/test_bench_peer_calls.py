@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from bench import peers
 from bench.measure.run import relative_error, tensors
 from bench.rows.attention import attention, decode
 from bench.rows.gemm import gated_mm, scaled_mm
+from bench.rows.loss import linear_divergence, linear_logprob
 from bench.rows.rope import rope
 from bench.rows.row import Row
 
@@ -155,3 +156,81 @@ def test_backends_of_torch_attention_are_peers() -> None:
     # On a CPU only flash attention is there.
     call = peers.torch_peers(forward, None)["torch_flash"](**given)
     assert relative_error(call(), forward.exact(**given)) < 0.03
+
+
+# ---- heads of trainers ----------------------------------------------------------------------------------------------
+
+
+def _statistics(hidden, weight, ids):
+    logp = (hidden @ weight.t()).float().log_softmax(-1)
+    return logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions with the signatures of TRL, Liger and verl."""
+
+    def trl(hidden, weight, bias, ids, temperature, chunk, softcap, scale, outputs):
+        assert bias is None and softcap is None and (temperature, chunk, scale, outputs) == (1.0, 32, 1.0, ("entropy",))
+        return *_statistics(hidden, weight, ids), None, None, None
+
+    def liger(hidden, weight, ids, temperature, ignore_index, tiles, return_entropy):
+        assert (temperature, ignore_index, tiles, return_entropy) == (1.0, -100, 1, True)
+        logprob, entropy = _statistics(hidden, weight, ids)
+        return -logprob, entropy.bfloat16()
+
+    def chunked(hidden, weight, ids, bias, temperature, chunk):
+        assert bias is None and temperature == 1.0
+        return _statistics(hidden, weight, ids)[0]
+
+    def verl(hidden, weight, ids, temperature, reduction):
+        assert (temperature, reduction) == (1.0, "none")
+        return _statistics(hidden, weight, ids)
+
+    apply = {"ChunkedLogProbFunction": SimpleNamespace(apply=trl)}
+    _install(monkeypatch, "trl.kernels", **apply)
+    _install(monkeypatch, "trl.trainer.utils", _CHUNKED_LOGPROB_CHUNK_SIZE=32)
+    _install(
+        monkeypatch, "liger_kernel.ops", LigerFusedLinearScaledCrossEntropyFunction=SimpleNamespace(apply=liger)
+    )  # fmt: skip
+    _install(
+        monkeypatch, "liger_kernel.chunked_loss.fused_linear_ppo",
+        _ChunkedSelectiveLogProbFunction=SimpleNamespace(apply=chunked),
+    )  # fmt: skip
+    _install(monkeypatch, "verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=verl)
+
+
+@pytest.mark.parametrize("peer", ["trl", "liger", "liger_chunked", "verl"])
+def test_heads(heads: None, peer: str) -> None:
+    forward, both = list(linear_logprob.rows())[:2]
+    hidden, weight, ids = torch.randn(6, 8), torch.randn(40, 8), torch.randint(0, 40, (6,))
+    given = {"hidden": hidden, "weight": weight, "ids": ids}
+    _agrees(forward, peer, given)
+    given["g"] = torch.rand(6)
+    _agrees(both, peer, given)
+    grads, wanted = peers.adapters_of(both)[peer](**given)()[-2:], both.torch(**given)[-2:]
+    if peer != "liger_chunked":  # which has no entropy
+        assert relative_error(list(grads), list(wanted)) < 0.03
+
+
+def test_heads_of_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trl(student, head, bias, teacher, teacher_head, teacher_bias, beta):
+        assert bias is None and teacher_bias is None and beta == 0.5
+        return linear_divergence._divergence(student, head, teacher, teacher_head), None
+
+    def liger(weight_hard_loss, weight_soft_loss, beta):
+        assert (weight_hard_loss, weight_soft_loss, beta) == (0.0, 1.0, 0.5)
+        return lambda *heads: linear_divergence._divergence(*heads[:4]).mean()
+
+    _install(monkeypatch, "trl.kernels.chunked_divergence", ChunkedDivergenceFunction=SimpleNamespace(apply=trl))
+    _install(monkeypatch, "liger_kernel.chunked_loss", LigerFusedLinearJSDLoss=liger)
+    (row,) = linear_divergence.rows()
+    given = {
+        "student": torch.randn(6, 8), "head": torch.randn(40, 8), "teacher": torch.randn(6, 4),
+        "teacher_head": torch.randn(40, 4),
+    }  # fmt: skip
+    _agrees(row, "trl", given)
+    call = peers.adapters_of(row)["liger"](**given)
+    found, wanted = call(), row.torch(**given)
+    assert call.compare(found).shape == wanted[0].shape
+    assert relative_error([found[1] * 6], [wanted[1]]) < 0.03

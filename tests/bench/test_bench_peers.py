@@ -22,7 +22,7 @@ from bench.rows import all_rows
 from bench.rows.row import Row
 
 ADAPTER_FILES = sorted(Path(peers.__file__).parent.glob("*.py"))
-LIBRARIES = ("liger_kernel", "quack", "linghe", "flag_gems", "flash_attn", "deep_gemm", "fla", "torchao")
+LIBRARIES = ("liger_kernel", "quack", "linghe", "flag_gems", "flash_attn", "deep_gemm", "fla", "torchao", "trl", "verl")
 
 
 def rows_by_adapter() -> dict[str, Row]:
@@ -33,7 +33,7 @@ def rows_by_adapter() -> dict[str, Row]:
 
 
 def test_package() -> None:
-    expected = {"liger.py", "linghe.py", "quack.py", "fa4.py", "flaggems.py", "others.py", "torch.py"}
+    expected = {"liger.py", "linghe.py", "quack.py", "fa4.py", "flaggems.py", "others.py", "heads.py", "torch.py"}
     assert expected <= {path.name for path in ADAPTER_FILES}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 400 for path in ADAPTER_FILES)
     assert set(peers.DISTRIBUTIONS) < set(peers.FAMILIES)

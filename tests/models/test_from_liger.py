@@ -31,7 +31,9 @@ def _names(path: Path) -> dict[str, Any]:
     q, k = torch.randn(2, 4, 5, 16, generator=generator), torch.randn(2, 2, 5, 16, generator=generator)
     angles = torch.randn(2, 5, 8, generator=generator).repeat(1, 1, 2)
     logits, hidden = torch.randn(15, VOCABULARY, generator=generator), torch.randn(15, 64, generator=generator)
+    teacher, teacher_head = torch.randn(15, 32, generator=generator), torch.randn(VOCABULARY, 32, generator=generator)
     return {
+        "teacher": teacher, "teacher_head": teacher_head,
         "rtk": rtkernels, "AutoModelForCausalLM": AutoModelForCausalLM, "model": model, "config": model.config,
         "path": path, "moe_model": build("qwen3_moe"), "x": x, "residual": residual, "gate": gate, "up": up,
         "weight": torch.ones(64), "q": q, "k": k, "cos": angles.cos(), "sin": angles.sin(), "logits": logits,
@@ -51,7 +53,10 @@ def _wanted(here: str, t: dict[str, Any]) -> Any:
     z = 1e-4 * capped.logsumexp(-1).square().mean()
     mean = torch.log((t["log_p"].exp() + t["log_q"].exp()) / 2)
     halves = [f.kl_div(mean, log, reduction="batchmean", log_target=True) / 2 for log in (t["log_p"], t["log_q"])]
+    student, teacher = ((t[a] @ t[b].t()).softmax(-1) for a, b in (("hidden", "head"), ("teacher", "teacher_head")))
+    both = torch.log((student + teacher) / 2)
     answers = {
+        "rtk.linear_divergence": sum(f.kl_div(both, p, reduction="batchmean") / 2 for p in (student, teacher)),
         "rtk.nn.RMSNorm": f.rms_norm(t["x"], (64,), eps=1e-6),
         "rtk.rms_norm(x, weight, eps": 2 * f.rms_norm(t["x"], (64,), eps=1e-6),
         "rtk.nn.LayerNorm": f.layer_norm(t["x"], (64,)),

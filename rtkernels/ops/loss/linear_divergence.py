@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import linear_divergence_parallel as parallel
+from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
 from rtkernels.ops.loss.linear_divergence_operators import BACKWARD, FORWARD, KERNELS
+from rtkernels.ops.loss.linear_divergence_topk import linear_topk_divergence
+from rtkernels.ops.loss.linear_logprob_parallel import complete
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
@@ -17,12 +24,13 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, labels, options
-    ):
+        ctx, student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, labels,
+        options, group,
+    ):  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.needs, ctx.options = ctx.needs_input_grad[:3], options
+        ctx.needs, ctx.options, ctx.group = ctx.needs_input_grad[:3], options, group
         heads = (student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias, labels)
-        loss, stats = FORWARD(*heads, *options)
+        loss, stats = FORWARD(*heads, *options) if group is None else parallel.forward(heads, options, group)
         ctx.save_for_backward(*heads, stats)
         return loss
 
@@ -30,17 +38,22 @@ class _LinearDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         if dloss is None:
-            return (None,) * 8
-        grads = BACKWARD(dloss, *ctx.saved_tensors, *ctx.options, *ctx.needs)
-        return *(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True)), *(None,) * 5
+            return (None,) * 9
+        grads = BACKWARD(dloss, *ctx.saved_tensors, *ctx.options, *ctx.needs, ctx.group is not None)
+        dhidden, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
+        if ctx.group is not None and dhidden is not None:
+            dhidden = complete(dhidden, ctx.saved_tensors[0].dtype, ctx.group)
+        return dhidden, dweight, dbias, *(None,) * 6
 
 
 @public
 def linear_divergence(
-    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *,
-    beta: float = 0.0, temperature: float = 1.0, student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None, labels: Tensor | None = None, ignore_index: int = -100,
-    chunk_bytes: int | None = None, out: Tensor | None = None,
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor | None = None,
+    teacher_weight: Tensor | None = None, *, beta: float = 0.0, temperature: float = 1.0,
+    student_bias: Tensor | None = None, teacher_bias: Tensor | None = None, teacher_ids: Tensor | None = None,
+    teacher_logprobs: Tensor | None = None, tail: bool = True, labels: Tensor | None = None, ignore_index: int = -100,
+    chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the divergence of a student's next-token distribution Q from a teacher's P, for distillation.
 
@@ -50,18 +63,35 @@ def linear_divergence(
     the forward pass if beta is neither 0 nor 1 and there are several slabs. Gradients of weight and bias are rounded
     once. Differentiable once in the student's tensors; the teacher gets no gradient.
 
+    A teacher that is a server names its K likeliest tokens: `teacher_ids` and `teacher_logprobs` take the place of its
+    hidden states and weight. Both distributions then have K classes and one for all other tokens. The student's
+    log-probabilities of the K tokens are those of ``linear_logprob``; the divergence of the classes is computed by
+    torch.
+
     Args:
         student_hidden: ``[..., student size]``, bfloat16, float16 or float32.
         student_weight: ``[vocabulary, student size]``, in the same dtype.
-        teacher_hidden: ``[..., teacher size]``, with the same rows; its dtype may be another.
-        teacher_weight: ``[vocabulary, teacher size]``, in the dtype of teacher_hidden.
+        teacher_hidden: ``[..., teacher size]``, with the same rows; its dtype may be another. None with `teacher_ids`.
+        teacher_weight: ``[vocabulary, teacher size]``, in the dtype of teacher_hidden. None with `teacher_ids`.
         beta: Weight of P in the mixture M, 0 to 1.
         temperature: Positive. The result is not multiplied by its square.
         student_bias: ``[vocabulary]``, or None.
         teacher_bias: ``[vocabulary]``, or None.
+        teacher_ids: ``[..., K]``, int32 or int64, different ones in a row: the tokens that the teacher names.
+        teacher_logprobs: ``[..., K]``, floating point: the teacher's log-probabilities of these tokens, at the same
+            temperature. Entries of -inf do not count, whatever their id is; a row without others gives 0.
+        tail: With `teacher_ids`: add a class for all other tokens. Otherwise the K probabilities of both are divided by
+            their sums.
         labels: ``[...]``, int32 or int64: rows whose label is `ignore_index` give 0 and have no gradient.
         ignore_index: See `labels`.
         chunk_bytes: Memory for the student's logits of a slab; the teacher's take as much. Default: about 256 MiB.
+        group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
+            the weights and biases, the same ones of both, and all hidden states. Each gets the same result, the
+            complete gradient of hidden states, and the gradients of its own rows. Costs one all-gather of 20 bytes per
+            row of hidden (two of 20 and 8 if beta is neither 0 nor 1), and one all-reduce of its gradient.
+        vocab_start: With `group`: the first row of this process. Needed for `teacher_ids` unless the parts are equal
+            and in the order of ranks.
+        vocab_size: With `vocab_start`: the size of the whole vocabulary.
         out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
@@ -72,20 +102,53 @@ def linear_divergence(
     elif check_integer("chunk_bytes", chunk_bytes) < 1:
         raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
     beta, temperature = check_number("beta", beta), check_number("temperature", temperature)
+    check_integer("ignore_index", ignore_index)
+    if group is None and (vocab_start is not None or vocab_size is not None):
+        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    _check_teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_ids, teacher_logprobs)
+    if teacher_ids is not None:
+        place = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        more = {"chunk_bytes": chunk_bytes or None, "bias": student_bias, **(place if group is not None else {})}
+        return linear_topk_divergence(
+            student_hidden, student_weight, teacher_ids, teacher_logprobs, labels, ignore_index, beta, temperature,
+            tail, more,
+        )  # fmt: skip
+    if group is not None:
+        vocabulary_range(student_weight.shape[0], group, vocab_start, vocab_size)
     if is_dynamo_compiling():
         beta, temperature = constant(beta), constant(temperature)
         # Heads may share a weight, which Dynamo refuses for two arguments of a function.
         given = (None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias))
         teacher_hidden, teacher_weight, teacher_bias = given
-    options = (check_integer("ignore_index", ignore_index), beta, temperature, chunk_bytes)
+    options = (ignore_index, beta, temperature, chunk_bytes)
     teacher = tuple(detached(teacher_hidden, teacher_weight, teacher_bias))
     if is_grad_enabled() and needs_grad(student_hidden, student_weight, student_bias):
-        return _LinearDivergence.apply(student_hidden, student_weight, student_bias, *teacher, labels, options)
-    heads = (student_hidden, student_weight, *teacher[:2], student_bias, teacher[2])
-    return FORWARD(*heads, labels, *options)[0]
+        return _LinearDivergence.apply(student_hidden, student_weight, student_bias, *teacher, labels, options, group)
+    heads = (student_hidden, student_weight, *teacher[:2], student_bias, teacher[2], labels)
+    return (FORWARD(*heads, *options) if group is None else parallel.forward(heads, options, group))[0]
+
+
+def _check_teacher(
+    hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, ids: Tensor | None, logprobs: Tensor | None
+) -> None:
+    """Raise an ArgumentError unless the teacher has a head, or names its tokens."""
+    named = {"teacher_ids": ids, "teacher_logprobs": logprobs}
+    of_head = {"teacher_hidden": hidden, "teacher_weight": weight}
+    if ids is None and logprobs is None:
+        for name, given in of_head.items():
+            if given is None:
+                raise ArgumentError(f"{name} is None; expected a tensor, or teacher_ids and teacher_logprobs")
+        return
+    for name, given in named.items():
+        if given is None:
+            raise ArgumentError(f"{name} is None; expected teacher_ids and teacher_logprobs, or neither")
+        check_tensor(name, given)
+    for name, given in (of_head | {"teacher_bias": bias}).items():
+        if given is not None:
+            raise ArgumentError(f"{name} is given with teacher_ids; expected one kind of teacher")
 
 
 OP = Op(
-    "linear_divergence", public=("linear_divergence",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD),
-    uses=("linear_logprob",),
+    "linear_divergence", public=("linear_divergence",), kernels=KERNELS,
+    torch_ops=(FORWARD, BACKWARD, parallel.PARTS, parallel.SUMS), uses=("linear_logprob",),
 )  # fmt: skip

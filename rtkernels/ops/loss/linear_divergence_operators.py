@@ -13,6 +13,8 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import linear_logprob_operators as linear
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
+from rtkernels.ops.loss.linear_logprob_checks import check_numbers
+from rtkernels.ops.loss.linear_logprob_head import Head, Options, rounded_product, row_memory
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor, group_threads, nothing
@@ -171,33 +173,33 @@ def _grad_plain(student, teacher, dlogits, dloss, stats, ids, temperature, beta)
     dlogits.copy_(d.masked_fill(ids == _IGNORED, 0.0))
 
 
-class _Functions(NamedTuple):
+class Functions(NamedTuple):
     rows: linear.Functions
     add_parts: Callable[..., None]
     add_sums: Callable[..., None]
     gradient: Callable[..., None]
 
 
-_WITH_KERNELS = _Functions(linear.KERNELS, _ADD_PARTS, _ADD_SUMS, _MAKE_GRAD)
-_PLAIN = _Functions(linear.PLAIN, _add_parts_plain, _add_sums_plain, _grad_plain)
+WITH_KERNELS = Functions(linear.KERNELS, _ADD_PARTS, _ADD_SUMS, _MAKE_GRAD)
+PLAIN = Functions(linear.PLAIN, _add_parts_plain, _add_sums_plain, _grad_plain)
 
 # ---- slabs ----------------------------------------------------------------------------------------------------------
 
 
-class _Heads:
+class Heads:
     """Student and teacher: slabs of their logits, all in the same memory."""
 
     def __init__(self, student, teacher, chunk_bytes: int) -> None:
-        options = linear.Options(_IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
+        options = Options(_IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
         flat = [(hidden.reshape(-1, hidden.shape[-1]), weight, bias) for hidden, weight, bias in (student, teacher)]
-        self.both = [linear.Head(*tensors, options) for tensors in flat]
+        self.both = [Head(*tensors, options) for tensors in flat]
         self.both[1].columns = self.both[0].columns
         self.memory = [head.memory(head.columns) for head in self.both]
         self._current: tuple[int, int] | None = None
         self._logits: list[Tensor] = []
 
     @property
-    def student(self) -> linear.Head:
+    def student(self) -> Head:
         return self.both[0]
 
     def logits(self, start: int, end: int) -> list[Tensor]:
@@ -209,7 +211,7 @@ class _Heads:
         return self._logits
 
 
-def _row_ids(hidden: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
+def row_ids(hidden: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
     """Return int64 ``[rows, 1]``: `_IGNORED` for rows that do not count, else 0."""
     rows = hidden.numel() // max(hidden.shape[-1], 1) if labels is None else labels.numel()
     if labels is None:
@@ -217,56 +219,77 @@ def _row_ids(hidden: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor
     return torch.where(labels.reshape(-1, 1) == ignore_index, _IGNORED, 0)
 
 
-def _one_pass(functions: _Functions, heads: _Heads, ids: Tensor, beta: float, temperature: float) -> Tensor:
-    """Return the stats of KL(P || Q) or KL(Q || P); the last one is the divergence."""
-    stats = torch.empty(_STATS, len(ids), dtype=torch.float32, device=ids.device)
-    for start, end in heads.student.slabs():
-        functions.add_parts(*heads.logits(start, end), ids, stats, temperature, beta, int(start == 0))
+def finished(parts: Tensor, beta: float) -> Tensor:
+    """Return the stats of KL(P || Q) or KL(Q || P), in the memory of the parts; the last one is the divergence."""
     own, other = (2, 0) if kind_of(beta) == FORWARD_KL else (0, 2)
-    cross = stats[4] / stats[own + 1]
-    stats[1].log_()
-    stats[3].log_()
+    cross = parts[4] / parts[own + 1]
+    parts[1].log_()
+    parts[3].log_()
     # Differences of the tops and of the levels: a common offset of the scores costs no digits.
-    stats[4] = cross - (stats[own] - stats[other]) - (stats[own + 1] - stats[other + 1])
-    return stats
+    parts[4] = cross - (parts[own] - parts[other]) - (parts[own + 1] - parts[other + 1])
+    return parts
+
+
+def parts_of(functions: Functions, heads: Heads, ids: Tensor, beta: float, temperature: float) -> Tensor:
+    """Return the parts ``[5, rows]`` of all columns, as the kernel has them; the last is 0 for a mixture."""
+    parts = torch.empty(_STATS, len(ids), dtype=torch.float32, device=ids.device)
+    if kind_of(beta) != MIXED:
+        for start, end in heads.student.slabs():
+            functions.add_parts(*heads.logits(start, end), ids, parts, temperature, beta, int(start == 0))
+        return parts
+    options = Options(_IGNORED, 1.0, 0.0, temperature, True, 0, 0, len(heads.student.weight))
+    memory = [row_memory(heads.student.states, ids) for _ in heads.both]
+    for start, end in heads.student.slabs():
+        for logits, (of_rows, targets) in zip(heads.logits(start, end), memory, strict=True):
+            functions.rows.add_parts(logits, ids, None, of_rows, targets, options, 0, start)
+    for place, (of_rows, _) in enumerate(memory):
+        parts[2 * place : 2 * place + 2] = of_rows[:2]
+    parts[4] = 0.0
+    return parts
+
+
+def sums_of(
+    functions: Functions, heads: Heads, stats: Tensor, ids: Tensor, beta: float, temperature: float
+) -> Tensor:  # fmt: skip
+    """Return ``[2, rows]``: the divergence, and KL(Q || M) of a mixture, over all columns."""
+    sums = torch.empty(2, len(ids), dtype=torch.float32, device=ids.device)
+    slabs = list(heads.student.slabs())
+    for start, end in reversed(slabs):  # the last slab is still there
+        begins = int((start, end) == slabs[-1])
+        functions.add_sums(*heads.logits(start, end), stats, ids, sums, temperature, beta, begins)
+    return sums
 
 
 def _forward(
-    functions: _Functions, student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias,
+    functions: Functions, student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias,
     labels, ignore_index, beta, temperature, chunk_bytes,
 ):  # fmt: skip
     """The operator ``linear_divergence_fwd``."""
-    heads = _Heads(
+    heads = Heads(
         (student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias), chunk_bytes
     )
-    ids, vocabulary = _row_ids(student_hidden, labels, ignore_index), len(student_weight)
+    ids = row_ids(student_hidden, labels, ignore_index)
+    stats = parts_of(functions, heads, ids, beta, temperature)
     if kind_of(beta) != MIXED:
-        stats = _one_pass(functions, heads, ids, beta, temperature)
+        stats = finished(stats, beta)
         return stats[4].clone().view(student_hidden.shape[:-1]), stats
-    options = linear.Options(_IGNORED, 1.0, 0.0, temperature, True, chunk_bytes, 0, vocabulary)
-    memory = [linear.row_memory(student_hidden, ids) for _ in heads.both]
-    slabs = list(heads.student.slabs())
-    for start, end in slabs:
-        for logits, (parts, targets) in zip(heads.logits(start, end), memory, strict=True):
-            functions.rows.add_parts(logits, ids, None, parts, targets, options, 0, start)
-    tops = [row for parts, _ in memory for row in (parts[0], parts[1].log())]
-    stats = torch.stack((*tops, torch.zeros_like(tops[0])))
-    sums = torch.empty(2, len(ids), dtype=torch.float32, device=ids.device)
-    for start, end in reversed(slabs):  # the last slab is still there
-        functions.add_sums(*heads.logits(start, end), stats, ids, sums, temperature, beta, int(end == vocabulary))
+    stats[1].log_()
+    stats[3].log_()
+    sums = sums_of(functions, heads, stats, ids, beta, temperature)
     stats[4] = sums[1]
     return sums[0].clone().view(student_hidden.shape[:-1]), stats
 
 
 def _backward(
-    functions: _Functions, dloss, student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias,
+    functions: Functions, dloss, student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias,
     teacher_bias, labels, stats, ignore_index, beta, temperature, chunk_bytes, need_hidden, need_weight, need_bias,
+    fp32_hidden_grad,
 ):  # fmt: skip
     """The operator ``linear_divergence_bwd``."""
-    heads = _Heads(
+    heads = Heads(
         (student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias), chunk_bytes
     )
-    ids, g = _row_ids(student_hidden, labels, ignore_index), dloss.reshape(-1)
+    ids, g = row_ids(student_hidden, labels, ignore_index), dloss.reshape(-1)
     states, weight, dtype = heads.student.states, student_weight, student_hidden.dtype
     slab = None if dtype == torch.float32 else heads.student.memory(heads.student.columns, dtype)
     dhidden = torch.zeros(states.shape, dtype=torch.float32, device=states.device) if need_hidden else nothing(states)
@@ -279,11 +302,11 @@ def _backward(
         if need_hidden:
             add_product(dhidden, out, weight[start:end], start == 0)
         if need_weight:
-            torch.mm(out.t(), states, out=dweight[start:end])
+            rounded_product(dweight[start:end], out.t(), states)
         if need_bias:
             dbias.append(out.sum(0, dtype=torch.float32))
     return (
-        dhidden.to(dtype).view(student_hidden.shape) if need_hidden else dhidden,
+        dhidden.to(torch.float32 if fp32_hidden_grad else dtype).view(student_hidden.shape) if need_hidden else dhidden,
         dweight,
         torch.cat(dbias).to(dtype) if need_bias else nothing(states),
     )
@@ -299,7 +322,7 @@ def check_inputs(
     """Raise an ArgumentError for arguments that do not fit together."""
     if not 0.0 <= beta <= 1.0:
         raise ArgumentError(f"beta is {beta}; expected 0 to 1")
-    linear.check_numbers(1.0, 0.0, temperature, chunk_bytes)
+    check_numbers(1.0, 0.0, temperature, chunk_bytes)
     of_heads = ("student", student_hidden, student_weight, student_bias), (
         "teacher", teacher_hidden, teacher_weight, teacher_bias
     )  # fmt: skip
@@ -334,32 +357,34 @@ def _check_bwd(
     check_shape("dloss", dloss.shape, student_hidden.shape[:-1], "that of student_hidden without its last one")
 
 
-def _gradients(student_hidden, student_weight, student_bias, need_hidden, need_weight, need_bias):
+def _gradients(student_hidden, student_weight, student_bias, need_hidden, need_weight, need_bias, fp32_hidden_grad):
+    of_hidden = torch.float32 if fp32_hidden_grad else student_hidden.dtype
     return (
-        Memory.like(student_hidden) if need_hidden else None,
+        Memory(student_hidden.shape, of_hidden) if need_hidden else None,
         Memory.like(student_weight) if need_weight else None,
         Memory.like(student_bias) if need_bias else None,
     )
 
 
-_TENSORS = (
+TENSORS = (
     Argument("student_hidden"), Argument("student_weight", None), Argument("teacher_hidden"),
     Argument("teacher_weight", None), Argument("student_bias", None, optional=True),
     Argument("teacher_bias", None, optional=True), Argument("labels", None, optional=True),
 )  # fmt: skip
-_OPTIONS = "int ignore_index, float beta, float temperature, int chunk_bytes"
+OPTIONS = "int ignore_index, float beta, float temperature, int chunk_bytes"
 FORWARD = Operator(
-    "linear_divergence_fwd", _TENSORS, options=_OPTIONS, results="loss stats", check=check_inputs,
+    "linear_divergence_fwd", TENSORS, options=OPTIONS, results="loss stats", check=check_inputs,
     outputs=lambda student_hidden: (
         Memory(student_hidden.shape[:-1], torch.float32), Memory((_STATS, student_hidden.rows), torch.float32),
     ),
-    plan=lambda student_hidden: Steps(instead=partial(_forward, _WITH_KERNELS)) if student_hidden.rows else IN_TORCH,
-    reference=partial(_forward, _PLAIN), plans_empty=True,
+    plan=lambda student_hidden: Steps(instead=partial(_forward, WITH_KERNELS)) if student_hidden.rows else IN_TORCH,
+    reference=partial(_forward, PLAIN), plans_empty=True,
 )  # fmt: skip
 BACKWARD = Operator(
-    "linear_divergence_bwd", (DenseFloat("dloss", None), *_TENSORS, Dense("stats", None)),
-    options=f"{_OPTIONS}, bool need_hidden, bool need_weight, bool need_bias", results="dhidden dweight dbias",
+    "linear_divergence_bwd", (DenseFloat("dloss", None), *TENSORS, Dense("stats", None)),
+    options=f"{OPTIONS}, bool need_hidden, bool need_weight, bool need_bias, bool fp32_hidden_grad",
+    results="dhidden dweight dbias",
     outputs=_gradients, check=_check_bwd,
-    plan=lambda student_hidden: Steps(instead=partial(_backward, _WITH_KERNELS)) if student_hidden.rows else IN_TORCH,
-    reference=partial(_backward, _PLAIN), plans_empty=True,
+    plan=lambda student_hidden: Steps(instead=partial(_backward, WITH_KERNELS)) if student_hidden.rows else IN_TORCH,
+    reference=partial(_backward, PLAIN), plans_empty=True,
 )  # fmt: skip

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
-from rtkernels.ops.loss.linear_logprob_operators import (
-    BACKWARD,
-    BACKWARD_SAVED,
-    FINISH,
-    PARTS,
-    candidates,
-    check_inputs,
-    check_numbers,
-)
+from rtkernels.ops.loss.linear_logprob_checks import check_inputs, check_numbers
+from rtkernels.ops.loss.linear_logprob_head import candidates
+from rtkernels.ops.loss.linear_logprob_operators import BACKWARD, BACKWARD_SAVED, FINISH, PARTS
 from rtkernels.ops.loss.linear_logprob_parallel import all_parts, complete
 from rtkernels.ops.loss.linear_logprob_projected import BACKWARD as PROJECTED_BACKWARD
 from rtkernels.ops.loss.linear_logprob_projected import PROJECT
@@ -251,6 +246,6 @@ def linear_logprob(
 
 
 OP = Op(
-    "linear_logprob", public=("linear_logprob",), kernels=plans.KERNELS,
+    "linear_logprob", public=("linear_logprob",), kernels=(*plans.KERNELS, *tiles.KERNELS),
     torch_ops=(PARTS, FINISH, BACKWARD, BACKWARD_SAVED, PROJECT, PROJECTED_BACKWARD),
 )  # fmt: skip

@@ -2,86 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss import logprob_reference as reference
-from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product, slab_columns
+from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
+from rtkernels.ops.loss.linear_logprob_checks import check, check_bwd, check_finish, check_saved
+from rtkernels.ops.loss.linear_logprob_head import (
+    Head,
+    Options,
+    candidates,
+    flat_rows,
+    padded,
+    rounded_product,
+    row_memory,
+)
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
 from rtkernels.ops.loss.logprob_reference import Incoming, Scores
-from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
-from rtkernels.runtime.layout import nothing, row_stride
+from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
-
-CHUNK_BYTES = 256 << 20  # logits of a slab by default, about
-_STEP = 128  # columns: given chunk_bytes are rounded down to so many
-_PAD = 8  # elements: rows of logits begin at multiples of 16 bytes
-
-
-class Options(NamedTuple):
-    """The options that products and row kernels need."""
-
-    ignore_index: int
-    logit_scale: float
-    softcap: float
-    temperature: float
-    fp32_logits: bool
-    chunk_bytes: int
-    first: int
-    vocabulary: int
-
-
-def padded(columns: int) -> int:
-    """Return the distance between rows of so many logits."""
-    return -(-columns // _PAD) * _PAD
-
-
-def columns_of_slab(rows: int, vocabulary: int, itemsize: int, chunk_bytes: int, device: int) -> int:
-    """Return the columns of a slab: as many as `chunk_bytes` hold, or for 0 about CHUNK_BYTES, in whole waves."""
-    a_column = max(rows, 1) * itemsize
-    if chunk_bytes:
-        columns = max(_STEP, chunk_bytes // a_column // _STEP * _STEP)
-    else:
-        wave = slab_columns(device)
-        columns = max(1, round(CHUNK_BYTES / (a_column * wave))) * wave
-    return min(columns, vocabulary)
-
-
-class Head:
-    """The linear layer: slabs of its logits."""
-
-    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> None:
-        self.states, self.weight, self.bias = states, weight, bias
-        self.dtype = torch.float32 if options.fp32_logits else states.dtype
-        self.columns = columns_of_slab(
-            len(states), len(weight), self.dtype.itemsize, options.chunk_bytes, weight.get_device()
-        )
-
-    def memory(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return memory for logits of so many columns."""
-        shape = len(self.states), padded(columns)
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.states.device)
-
-    def slabs(self) -> Iterator[tuple[int, int]]:
-        """Yield the first column of each slab, and the one behind its last."""
-        for first in range(0, len(self.weight), self.columns):
-            yield first, min(first + self.columns, len(self.weight))
-
-    def logits(self, first: int, end: int, memory: Tensor) -> Tensor:
-        """Compute logits of some columns, in the first columns of `memory`."""
-        out, some = memory[:, : end - first], self.weight[first:end].t()
-        bias = None if self.bias is None else self.bias[first:end]
-        if self.dtype != self.states.dtype:
-            add_product(out, self.states, some, True)
-            return out if bias is None else out.add_(bias)
-        return torch.mm(self.states, some, out=out) if bias is None else torch.addmm(bias, self.states, some, out=out)
 
 
 class Functions(NamedTuple):
@@ -90,24 +36,6 @@ class Functions(NamedTuple):
     add_parts: Callable[..., None]
     terms: Callable[..., Any]
     gradient: Callable[..., None]
-
-
-def flat_rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return states ``[rows, hidden size]`` and ids ``[rows, k]``."""
-    states = hidden.reshape(-1, hidden.shape[-1])
-    k = ids.shape[-1] if ids.dim() == hidden.dim() else 1
-    return states, ids.reshape(len(states), k).contiguous()
-
-
-def row_memory(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the parts of rows and for the scores of their ids."""
-    shape = {"dtype": torch.float32, "device": states.device}
-    return torch.empty(PART_ROWS, len(ids), **shape), torch.empty(ids.shape[1], len(ids), **shape)
-
-
-def candidates(hidden: Any, ids: Any) -> int:
-    """Return how many ids a row has."""
-    return ids.shape[-1] if ids.dim() == hidden.dim() else 1
 
 
 def _parts(
@@ -159,109 +87,14 @@ def _backward(
             if sum_dtype == torch.float32:
                 add_product(dhidden, out, weight[start:end], start == 0)
             else:
-                torch.mm(out, weight, out=dhidden)
+                rounded_product(dhidden, out, weight)
         if need_weight:
-            torch.mm(out.t(), states, out=dweight[start:end])
+            rounded_product(dweight[start:end], out.t(), states)
         if need_bias:
             dbias.append(out.sum(0, dtype=torch.float32))
     if need_hidden:
         dhidden = (dhidden if fp32_hidden_grad else dhidden.to(hidden.dtype)).view(hidden.shape)
     return dhidden, dweight, torch.cat(dbias).to(bias.dtype) if need_bias else nothing(states)
-
-
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def check_inputs(hidden: Meta, weight: Meta, ids: Meta, bias: Meta | None, temperatures: Meta | None) -> None:
-    """Raise an ArgumentError for arguments that do not fit together."""
-    token("hidden", hidden.dtype)
-    if weight.dim() != 2 or not 0 < weight.shape[0] < 2**31:
-        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [vocabulary, hidden size]")
-    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ArgumentError(
-            f"hidden has shape {tuple(hidden.shape)}; expected [..., {weight.shape[1]}], the hidden size of weight"
-        )
-    check_same("weight", weight.dtype, hidden.dtype, "dtype", of="hidden")
-    if bias is not None:
-        check_same("bias", bias.dtype, hidden.dtype, "dtype", of="hidden")
-        check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
-    check_dtype("ids", ids.dtype)
-    rows = tuple(hidden.shape[:-1])
-    if ids.dim() == hidden.dim():
-        if ids.shape[-1] == 0 or tuple(ids.shape[:-1]) != rows:
-            raise ArgumentError(
-                f"ids has shape {tuple(ids.shape)}; expected {rows}, or {(*rows, 'k')} with k of at least 1"
-            )
-    else:
-        check_shape("ids", ids.shape, rows, "that of hidden without its last one")
-    if temperatures is not None:
-        check_same("temperature", temperatures.dtype, torch.float32, "dtype", of="a temperature for each row")
-        check_shape("temperature", temperatures.shape, rows, "that of hidden without its last one")
-
-
-def check_numbers(logit_scale: float, softcap: float, temperature: float, chunk_bytes: int) -> None:
-    """Raise an ArgumentError for numbers that make no scores."""
-    if not abs(logit_scale) < float("inf"):
-        raise ArgumentError(f"logit_scale is {logit_scale}; expected a finite number")
-    if not 0.0 <= softcap < float("inf"):
-        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
-    if not 0.0 < temperature < float("inf"):
-        raise ArgumentError(f"temperature is {temperature}; expected a positive number, or one for each row")
-    if chunk_bytes < 0:
-        raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
-
-
-def check(
-    hidden, weight, ids, bias, temperatures, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary
-) -> None:
-    check_numbers(logit_scale, softcap, temperature, chunk_bytes)
-    check_inputs(hidden, weight, ids, bias, temperatures)
-    if not 0 <= first <= vocabulary - weight.shape[0]:
-        raise ArgumentError(f"first is {first}; expected {weight.shape[0]} columns from there in {vocabulary}")
-
-
-def check_bwd(
-    dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats, entropy, log_sum_sq,
-    targets, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary,
-) -> None:  # fmt: skip
-    check(hidden, weight, ids, bias, temperatures, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary)
-    rows, k = hidden.rows, candidates(hidden, ids)
-    check_shape("stats", stats.shape, (2, rows), "[2, rows]")
-    check_shape("targets", targets.shape, (k, rows), "[k, rows]")
-    if dlogprob is not None:
-        check_shape("dlogprob", dlogprob.shape, ids.shape, "that of ids")
-    named = {"dentropy": dentropy, "dlse": dlse, "dsquares": dsquares, "dmean": dmean}
-    for name, given in (named | {"entropy": entropy, "log_sum_sq": log_sum_sq}).items():
-        if given is not None:
-            check_shape(name, given.shape, hidden.shape[:-1], "that of hidden without its last one")
-    for name, given, needed in (("entropy", entropy, dentropy), ("log_sum_sq", log_sum_sq, dsquares)):
-        if needed is not None and given is None:
-            raise ArgumentError(f"{name} is None; expected that of the forward pass, for its gradient")
-
-
-def _check_saved(
-    logits, dlogprob, dentropy, dlse, dsquares, dmean, hidden, weight, ids, bias, temperatures, stats, entropy,
-    log_sum_sq, targets, logit_scale, softcap, temperature, chunk_bytes, first, vocabulary, fp32_logits,
-) -> None:  # fmt: skip
-    incoming, tensors = (dlogprob, dentropy, dlse, dsquares, dmean), (hidden, weight, ids, bias, temperatures)
-    saved, numbers = (stats, entropy, log_sum_sq, targets), (logit_scale, softcap, temperature)
-    check_bwd(*incoming, *tensors, *saved, *numbers, chunk_bytes, first, vocabulary)
-    check_shape("logits", logits.shape, (hidden.rows, padded(weight.shape[0])), "those of the forward pass")
-    if row_stride(logits.shape, logits.stride) is None:
-        raise ArgumentError(f"logits has strides {tuple(logits.stride)}; expected rows with unit stride")
-    wanted = torch.float32 if fp32_logits else hidden.dtype
-    check_same("logits", logits.dtype, wanted, "dtype", of="the forward pass")
-
-
-def _check_finish(parts, targets, ids, vocabulary, k) -> None:
-    check_dtype("ids", ids.dtype)
-    rows = ids.numel() // max(k, 1)
-    if k < 1 or rows * k != ids.numel():
-        raise ArgumentError(f"k is {k}; expected the ids of a row, {ids.numel()} in all")
-    check_shape("parts", parts.shape, (*parts.shape[:1], PART_ROWS, rows), "[n, 6, rows]")
-    check_shape("targets", targets.shape, (*parts.shape[:1], k, rows), "[n, k, rows]")
-    if vocabulary < 1:
-        raise ArgumentError(f"vocabulary is {vocabulary}; expected at least 1")
 
 
 # ---- in plain torch -------------------------------------------------------------------------------------------------
@@ -329,12 +162,22 @@ def _gradient(logits, out, ids, temperatures, terms, targets, dlogprob, options,
 KERNELS = Functions(_add_parts, _terms, _gradient)
 
 
-def _launch_parts(hidden, *others):
+def _launch_parts(compute, hidden, *others):
     plans.raise_if_bad(hidden)
-    results = _parts(KERNELS, hidden, *others)
+    results = compute(hidden, *others)
     if hidden.get_device() < 0:  # the emulator has finished by then
         plans.raise_if_bad(hidden)
     return results
+
+
+def _plan_parts(
+    hidden, weight, ids, bias, temperatures, logit_scale, softcap, keep_logits, wanted, device
+) -> Any:  # fmt: skip
+    if hidden.rows == 0:
+        return IN_TORCH
+    given = hidden, weight, ids, bias, temperatures, logit_scale, softcap, keep_logits, wanted
+    compute = tiles.parts if tiles.suits(*given, device) else partial(_parts, KERNELS)
+    return Steps(instead=partial(_launch_parts, compute))
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -395,13 +238,12 @@ _NEEDS = "bool need_hidden, bool need_weight, bool need_bias, bool fp32_hidden_g
 PARTS = Operator(
     "linear_logprob_parts", TENSORS, options=f"{OPTIONS}, bool keep_logits, int wanted",
     results="parts targets logits", outputs=_outputs_parts, check=check,
-    plan=lambda hidden: Steps(instead=_launch_parts) if hidden.rows else IN_TORCH, reference=partial(_parts, PLAIN),
-    plans_empty=True,
+    plan=_plan_parts, reference=partial(_parts, PLAIN), plans_empty=True,
 )  # fmt: skip
 FINISH = Operator(
     "linear_logprob_finish", (Dense("parts"), Dense("targets"), Dense("ids", None)),
     options="int ignore_index, int vocabulary, int k, int wanted",
-    results="logprob entropy lse log_sum_sq mean_logit top1 stats", outputs=_outputs_finish, check=_check_finish,
+    results="logprob entropy lse log_sum_sq mean_logit top1 stats", outputs=_outputs_finish, check=check_finish,
     plan=plans.plan_finish, reference=_finish_plain,
 )  # fmt: skip
 BACKWARD = Operator(
@@ -413,7 +255,7 @@ BACKWARD = Operator(
 BACKWARD_SAVED = Operator(
     "linear_logprob_bwd_saved",
     (*TENSORS, *INCOMING, *_SAVED, *map(str.strip, f"{OPTIONS}, {_NEEDS}".split(",")), InPlace("logits")),
-    results="dhidden dweight dbias", outputs=_gradients, check=_check_saved,
+    results="dhidden dweight dbias", outputs=_gradients, check=check_saved,
     plan=lambda hidden: Steps(instead=partial(_backward, KERNELS)) if hidden.rows else IN_TORCH,
     reference=partial(_backward, PLAIN), plans_empty=True,
 )  # fmt: skip

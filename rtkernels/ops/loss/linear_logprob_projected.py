@@ -16,6 +16,8 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_logprob_operators as linear
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
+from rtkernels.ops.loss.linear_logprob_checks import check, check_bwd
+from rtkernels.ops.loss.linear_logprob_head import Head, Options, flat_rows, row_memory
 from rtkernels.ops.loss.logprob_reference import CONSTANT, SLOPE, TERMS
 from rtkernels.runtime.checks import check_shape
 from rtkernels.runtime.operator.declared import Dense, Operator
@@ -27,11 +29,9 @@ def _project(
     temperature, fp32_logits, chunk_bytes, first, vocabulary, wanted,
 ):  # fmt: skip
     """The operator ``linear_logprob_project``: sums of e^(z - top) f w and of e^(z - top) (z - top) f w."""
-    options = linear.Options(
-        ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first, vocabulary
-    )
-    states, flat = linear.flat_rows(hidden, ids)
-    head, memory = linear.Head(states, weight, bias, options), linear.row_memory(states, flat)
+    options = Options(ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first, vocabulary)
+    states, flat = flat_rows(hidden, ids)
+    head, memory = Head(states, weight, bias, options), row_memory(states, flat)
     parts, targets = memory
     kinds = (CONSTANT, SLOPE) if wanted & plans.ENTROPY else (CONSTANT,)
     sums = torch.empty(len(kinds), *states.shape, dtype=torch.float32, device=hidden.device)
@@ -65,7 +65,7 @@ def _backward(
     logit_scale, softcap, temperature, first, vocabulary,
 ):  # fmt: skip
     """The operator ``linear_logprob_bwd_projected``: the gradient of hidden in fp32. `top`: that of sums."""
-    states, flat = linear.flat_rows(hidden, ids)
+    states, flat = flat_rows(hidden, ids)
     zero = torch.zeros(len(states), dtype=torch.float32, device=hidden.device)
     d_entropy, d_lse = (zero if g is None else g.reshape(-1) for g in (dentropy, dlse))
     local = flat.long() - first
@@ -97,7 +97,7 @@ def _check_bwd(
 ) -> None:
     numbers = 1.0, 0.0, 1.0, 0  # whatever they are
     incoming, tensors = (dlogprob, dentropy, dlse, None, None), (hidden, weight, ids, None, temperatures)
-    linear.check_bwd(*incoming, *tensors, stats, entropy, None, targets, *numbers, first, vocabulary)
+    check_bwd(*incoming, *tensors, stats, entropy, None, targets, *numbers, first, vocabulary)
     check_shape("top", top.shape, (hidden.rows,), "[rows]")
     kinds = 1 if dentropy is None else 2
     if sums.dim() != 3 or sums.shape[0] < kinds or tuple(sums.shape[1:]) != (hidden.rows, hidden.shape[-1]):
@@ -122,7 +122,7 @@ def _outputs(hidden, ids, wanted):
 
 PROJECT = Operator(
     "linear_logprob_project", linear.TENSORS, options=f"{linear.OPTIONS}, int wanted", results="parts targets sums",
-    outputs=_outputs, check=linear.check, plans_empty=True,
+    outputs=_outputs, check=check, plans_empty=True,
     plan=lambda hidden: Steps(instead=_launch) if hidden.rows else IN_TORCH,
     reference=partial(_project, linear.PLAIN),
 )  # fmt: skip

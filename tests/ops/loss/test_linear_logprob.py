@@ -13,7 +13,8 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.loss import linear_logprob_operators as linear
+from rtkernels.ops.loss import linear_logprob_head as linear
+from rtkernels.ops.loss import linear_logprob_tiles as tiles
 
 linear_logprob = rtkernels.linear_logprob
 ALL = {f"return_{name}": True for name in ("entropy", "lse", "log_sum_sq", "mean_logit", "top1")}
@@ -266,3 +267,16 @@ def test_slabs() -> None:
         torch.ones(8192, 2), torch.ones(1000, 2), None, linear.Options(-100, 1.0, 0.0, 1.0, False, 1, 0, 0)
     )
     assert list(itertools.chain(*head.slabs()))[-2:] == [896, 1000]
+
+
+def test_small_products_are_rounded_once() -> None:
+    """cuBLAS rounds the parts of a split k; it splits products that have fewer tiles than there are SMs."""
+    assert linear.may_split(77, 256, 132) and linear.may_split(256, 4096, 132)
+    assert not linear.may_split(8192, 16896, 132) and not linear.may_split(1, 151936, 132)
+
+
+def emulated_coverage() -> None:
+    hidden, weight, bias, ids = make(torch.bfloat16, "cpu")
+    with rtkernels.emulate("sm_90"):
+        linear_logprob(hidden.clone().requires_grad_(), weight, ids, bias=bias).sum().backward()
+        tiles.PARTS_OF_TILES(hidden.view(10, 16), weight, ids.view(10, 1), IGNORED, 1003, 0, False, 1.0, 0, 0)

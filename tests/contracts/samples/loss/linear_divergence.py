@@ -6,6 +6,7 @@ import torch
 
 import rtkernels
 from rtkernels.ops.loss.linear_divergence_operators import BACKWARD, FORWARD
+from rtkernels.ops.loss.linear_divergence_parallel import PARTS, SUMS
 
 
 def _call(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -25,5 +26,7 @@ def samples(device: str):
         options = (3, beta, 1.5, 512)
         yield FORWARD, (*tensors, labels, *options)
         loss, stats = FORWARD.reference(*tensors, labels, *options)
-        yield BACKWARD, (loss, *tensors, labels, stats, *options, True, True, True)
+        yield BACKWARD, (loss, *tensors, labels, stats, *options, True, True, True, beta == 0.3)
+        yield PARTS, (*tensors, labels, *options)
+        yield SUMS, (*tensors, labels, stats, *options)
     yield FORWARD, (*tensors[:4], None, None, None, -100, 0.5, 1.0, 0)
