@@ -495,8 +495,8 @@ def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: None = None, layout: Literal['bshd', 'sbhd', 'bhsd'] = 'bshd', rotary:
     int | None = None, interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
     sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int =
-    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, out: Tensor | tuple[Tensor | None, ...] |
-    None = None
+    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, output_interleaved: bool | None = None,
+    rotary_start: int = 0, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
     """Rotate pairs of elements of every head by the angles of its token."""
 @overload
@@ -504,16 +504,16 @@ def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor, layout: Literal['bshd', 'sbhd', 'bhsd'] = 'bshd', rotary: int |
     None = None, interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
     sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int =
-    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, out: Tensor | tuple[Tensor | None, ...] |
-    None = None
+    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, output_interleaved: bool | None = None,
+    rotary_start: int = 0, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, layout: Literal['bshd', 'sbhd', 'bhsd'] = 'bshd',
     rotary: int | None = None, interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None =
     None, sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0, cp_size:
-    int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, out: Tensor | tuple[Tensor | None,
-    ...] | None = None
+    int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, output_interleaved: bool | None =
+    None, rotary_start: int = 0, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

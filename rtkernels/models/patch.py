@@ -263,6 +263,9 @@ def patch(
             patcher.visit("rope", name, module, rope_view.recognize, more, by_class=True)
         elif mlp and recognize.is_mlp(module):
             patcher.visit("mlp", name, module, recognize.mlp)
+        elif mlp and recognize.is_activation(module) and not _is_inlined(inner, name):
+            if not isinstance(patcher.answer("mlp", module, recognize.activation), str):
+                patcher.visit("mlp", name, module, recognize.activation)
     if attention:
         patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
@@ -289,6 +292,12 @@ def patch(
         unpatch(inner)
         raise
     return result
+
+
+def _is_inlined(model: nn.Module, name: str) -> bool:
+    """Return True if a module belongs to a replaced MLP, which does not call it."""
+    parent = replace.replaced(model.get_submodule(name.rpartition(".")[0]))
+    return parent is not None and parent.kind in ("mlp", "named_mlp")
 
 
 _OPTIONS = {"fused": "fused_layers"}  # options that are not named after their kind

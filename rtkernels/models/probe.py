@@ -71,6 +71,12 @@ def probing() -> Iterator[None]:
             torch.set_rng_state(state)
 
 
+def positional(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's positional arguments."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
