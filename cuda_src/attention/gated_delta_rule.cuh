@@ -8,6 +8,8 @@
 // the type of the inputs. Keys and queries that are to be normalised (r x, r = 1 / sqrt(sum x^2 + 1e-6)) stay as they
 // are in products; r multiplies sums.
 //
+// Without the correction by the state (SSD of Mamba-2, `solve` null, kUncorrected): T = I, M = 0 and R = U = beta V.
+//
 // Chunks are numbered without a look at lengths: chunk i of sequence b of packed tokens is number cu[b] / 64 + b + i. An
 // unused number has no rows. Value head h reads key head h / (heads / key heads).
 #pragma once
@@ -20,6 +22,8 @@ namespace rtk {
 
 inline constexpr int kDelta = 64;  // tokens of a chunk
 inline constexpr float kMinDecay = -104.0f;  // exp of it is 0 in fp32
+
+inline constexpr i64 kNormalised = 1, kUncorrected = 2;  // flags of gradients
 
 // Numbers of the rows of a chunk and value head: [kRowKinds][64].
 enum RowKind { kDecays, kBetas, kKeyNorms, kQueryNorms, kRowKinds };  // decays: c in log2
