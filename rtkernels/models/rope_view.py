@@ -68,9 +68,14 @@ def recognize(module: nn.Module) -> Recognized:
     return Recognized("rope", (("names", tuple(names)),))
 
 
-def viewed(forward: types.FunctionType, names: dict[str, tuple[str, ...]]) -> types.FunctionType:
-    """Return a function with the code of `forward` in which the named globals are our rotations."""
-    view = _view(forward.__globals__, names)
+def viewed(
+    forward: types.FunctionType, names: dict[str, tuple[str, ...]], make: Callable[..., Any] | None = None
+) -> types.FunctionType:
+    """Return a function with the code of `forward` in which the named globals are our rotations.
+
+    `make`, if given, makes another function of a global and what belongs to its name.
+    """
+    view = _view(forward.__globals__, names, make or _rotation)
     copy = types.FunctionType(
         forward.__code__, view.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -79,14 +84,16 @@ def viewed(forward: types.FunctionType, names: dict[str, tuple[str, ...]]) -> ty
     return copy
 
 
-def _view(names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]]) -> types.ModuleType:
-    file, key = names_of_file["__name__"], tuple(sorted(names.items()))
+def _view(
+    names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]], make: Callable[..., Any]
+) -> types.ModuleType:
+    file, key = names_of_file["__name__"], (make, *sorted(names.items()))
     if (file, key) not in _views:
         view = types.ModuleType(f"rtkernels_view_{len(_views)}_{file.replace('.', '_')}")
         kept = {"__name__": view.__name__, "__loader__": None, "__spec__": None}
         view.__dict__.update({**names_of_file, **kept})
         for name, forms in names.items():
-            setattr(view, name, _rotation(names_of_file[name], forms))
+            setattr(view, name, make(names_of_file[name], forms))
         sys.modules[view.__name__] = view
         _views[file, key] = view
     return _views[file, key]
