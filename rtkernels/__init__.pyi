@@ -38,7 +38,6 @@ from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as ga
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
-from rtkernels.ops.attention.ssd import ssd as ssd
 from rtkernels.ops.attention.ssd import ssd_step as ssd_step
 from rtkernels.ops.gemm.fp8_linear import Fp8Weight
 from rtkernels.ops.index.embedding import embedding as embedding
@@ -1230,6 +1229,29 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False, l2norm: bool = False, out:
     Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+@overload
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None
+) -> Tensor:
+    """Return the state space model of Mamba-2 ("SSD"): linear attention with a decay per token."""
+@overload
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: Literal[True], out: Tensor | tuple[Tensor | None, ...] | None =
+    None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: bool = False, out: Tensor | tuple[Tensor | None, ...] | None =
+    None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import replace
-from rtkernels.models.probe import NotRecognized, Recognized, Trial, difference, normal, probing
+from rtkernels.models.mixer_trials import TRIALS
+from rtkernels.models.probe import NotRecognized, Recognized, difference, probing
 from rtkernels.models.rope_view import viewed
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALVES, torch.float32)
 _SILU = ("silu", "swish")
-_TOLERANCE = 1e-2  # of rows of fp32 gradients of decays, which are differences of larger sums
 Function = Callable[..., Any]
 
 
@@ -55,16 +56,22 @@ def recognize(module: nn.Module) -> Recognized:
 
 def left_alone(module: nn.Module) -> dict[str, str]:
     """Return the functions of a module's forward that are not replaced, with the reasons."""
-    forward, reasons = inspect.unwrap(type(module).forward), {}
-    for name in _names(forward):
-        try:
-            if name in _BY_CHANNEL:
-                raise NotRecognized("its decay is one of each channel, which our ops do not have")
-            if name not in _IN_ONE:
-                _prove(inspect.unwrap(forward.__globals__[name]), name)
-        except NotRecognized as error:
-            reasons[name] = str(error)
-    return reasons
+    forward = inspect.unwrap(replace.original_of(type(module)).forward)
+    found = {name: _why_not(inspect.unwrap(forward.__globals__[name]), name) for name in _names(forward)}
+    return {name: reason for name, reason in found.items() if reason}
+
+
+@cache
+def _why_not(function: Function, name: str) -> str:
+    """Return why a function is not replaced, "" if it is."""
+    if name in _BY_CHANNEL:
+        return "its decay is one of each channel, which our ops do not have"
+    try:
+        if name not in _IN_ONE:
+            _prove(function, name)
+    except NotRecognized as error:
+        return str(error)
+    return ""
 
 
 def _mixer(original: type[nn.Module], names: tuple[tuple[str, tuple[str, ...]], ...]) -> Function:
@@ -155,7 +162,8 @@ def _convolution_step(original: Function) -> Function:
 
 def _delta_rule(original: Function) -> Function:
     def gated_delta_rule(
-        query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, **kwargs
+        query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+        **kwargs,
     ):  # fmt: skip
         starts, packed = _starts(kwargs, query.shape[0]), _is_packed(kwargs)
         fits = (
@@ -223,7 +231,9 @@ def _scan(original: Function) -> Function:
 
 def _is_expanded(t: Tensor | None, dims: int, own: int) -> bool:
     """Return True if only the first `own` dimensions of a tensor differ."""
-    return t is None or (t.dim() == dims and all(n == 1 or s == 0 for n, s in zip(t.shape[own:], t.stride()[own:])))
+    if t is None:
+        return True
+    return t.dim() == dims and all(n == 1 or s == 0 for n, s in zip(t.shape[own:], t.stride()[own:], strict=True))
 
 
 def _scan_step(original: Function) -> Function:
@@ -278,9 +288,6 @@ _ALL: dict[str, Callable[[Function], Function]] = {
 }
 
 
-# ---- proofs ---------------------------------------------------------------------------------------------------------
-
-
 @probing()
 def _prove(theirs: Function, name: str) -> None:
     """Compare a function with its replacement.
@@ -293,95 +300,8 @@ def _prove(theirs: Function, name: str) -> None:
         raise AssertionError("a call that ours does not take")
 
     ours = _ALL[name](refuse)
-    for trial, call, gradients in _TRIALS[name]():
+    for trial, call, gradients in TRIALS[name]():
         with torch.set_grad_enabled(gradients):
             found = difference(lambda *a, c=call: c(ours, *a), lambda *a, c=call: c(theirs, *a), trial)
         if found:
             raise NotRecognized(f"it computes something else than ours: {found}")
-
-
-def _trial(where: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], gradients: bool = True) -> Trial:
-    leaves = tuple(normal(*s, seed=i, dtype=d) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True)))
-    return Trial(where, leaves, gradients=gradients, tolerance=_TOLERANCE)
-
-
-def _convolution_trials():
-    for dtype in (torch.float32, torch.bfloat16):
-        for taps, bias, act in ((4, True, "silu"), (3, False, None), (2, True, "silu")):
-            shapes = ((2, 6, 9), (6, taps), *(((6,),) if bias else ()))
-            trial = _trial(f"for {taps} taps", *shapes, dtypes=(dtype,) * len(shapes))
-            yield trial, lambda f, x, w, b=None, act=act: f(x, w, b, activation=act), True
-
-
-def _convolution_step_trials():
-    for dtype in (torch.float32, torch.bfloat16):
-        for taps, columns, act in ((4, 4, "silu"), (3, 2, None)):
-            shapes = ((2, 6, 1), (2, 6, columns), (6, taps), (6,))
-            trial = _trial("for one token", *shapes, dtypes=(dtype,) * 4, gradients=False)
-
-            def call(f: Function, x: Tensor, state: Tensor, w: Tensor, b: Tensor, act=act) -> tuple[Tensor, Tensor]:
-                state = state.clone()
-                return f(x, state, w, b, act), state
-
-            yield trial, call, False
-
-
-def _delta_trials(tokens: int, gradients: bool):
-    for l2norm, dtype, state in ((True, torch.bfloat16, True), (False, torch.float16, False)):
-        shapes = ((2, tokens, 2, 16), (2, tokens, 2, 16), (2, tokens, 4, 24), (2, tokens, 4), (2, tokens, 4), (2, 4, 16, 24))
-        dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, torch.float32)
-        trial = _trial(f"for {tokens} tokens", *shapes, dtypes=dtypes, gradients=gradients)
-
-        def call(f, q, k, v, g, beta, s, l2norm=l2norm, state=state):
-            options = {"initial_state": s if state or tokens == 1 else None, "output_final_state": True}
-            decay, strength = -torch.nn.functional.softplus(g), beta.sigmoid().to(q.dtype)
-            return f(q, k / (1 if l2norm else 8), v, g=decay, beta=strength, use_qk_l2norm_in_kernel=l2norm, **options)
-
-        yield trial, call, gradients
-
-
-def _scan_trials():
-    for groups, states, dtype in ((1, 16, torch.bfloat16), (2, 24, torch.float16)):
-        tokens, heads, width = 70, 4, 8
-        shapes = (
-            (2, tokens, heads, width), (2, tokens, heads), (heads,), (2, tokens, groups, states),
-            (2, tokens, groups, states), (heads,), (heads,), (2, heads, width, states),
-        )  # fmt: skip
-        dtypes = (dtype, torch.float32, torch.float32, dtype, dtype, *(torch.float32,) * 3)
-
-        def call(f, x, dt, a, b, c, d, bias, s, groups=groups):
-            y, final = f(
-                x, dt, -a.abs(), b, c, chunk_size=32, D=d, z=None, return_final_states=True, dt_bias=bias,
-                dt_softplus=True, initial_states=s if groups == 1 else None, dt_limit=(0.2, 1.5),
-            )  # fmt: skip
-            return y.to(x.dtype), final
-
-        yield _trial("for 70 tokens", *shapes, dtypes=dtypes), call, True
-
-
-def _scan_step_trials():
-    for groups, states, dtype in ((1, 16, torch.bfloat16), (2, 24, torch.float16)):
-        heads, width = 4, 8
-        shapes = (
-            (2, heads, width, states), (2, heads, width), (2, heads, 1), (heads,), (2, groups, states),
-            (2, groups, states), (heads,), (heads,),
-        )  # fmt: skip
-        dtypes = (torch.float32, dtype, torch.float32, torch.float32, dtype, dtype, torch.float32, torch.float32)
-
-        def call(f, s, x, dt, a, b, c, d, bias):
-            s, rate = s.clone(), (-a.abs())[:, None, None].expand(-1, width, s.shape[-1])
-            d, bias = (t[:, None].expand(-1, width) for t in (d, bias))
-            y = f(s, x, dt.expand(-1, -1, width), rate, b, c, d, z=None, dt_bias=bias, dt_softplus=True)
-            return y, s
-
-        yield _trial("for one token", *shapes, dtypes=dtypes, gradients=False), call, False
-
-
-_TRIALS: dict[str, Callable[[], Any]] = {
-    "causal_conv1d_fn": _convolution_trials,
-    "causal_conv1d_update": _convolution_step_trials,
-    "torch_chunk_gated_delta_rule": lambda: _delta_trials(70, True),
-    "torch_recurrent_gated_delta_rule": lambda: _delta_trials(1, False),
-    "mamba2_chunk_scan": _scan_trials,
-    "mamba2_selective_state_update": _scan_step_trials,
-}

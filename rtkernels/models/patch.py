@@ -18,8 +18,8 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
+from rtkernels.models import gated_norms, mixers, recognize, replace, rope_view
 from rtkernels.models import loss as losses
-from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
 from rtkernels.models.fused_head import restore_fused_head
@@ -32,7 +32,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 _REPORT = "_rtkernels_report"
 _FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
-KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
+KINDS = ("norm", "mlp", "rope", "experts", "mixer", "router", "loss", "attention", "fp8", "fused")
 
 
 def check_transformers() -> None:
@@ -198,7 +198,7 @@ def _code(cls: type) -> Hashable:
 @torch.enable_grad()  # modules are tested with gradients, whatever mode the caller is in
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
+    experts: bool = True, mixer: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
     fp8: bool | str | Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Make a ``transformers`` model compute with rtkernels' ops. Changes this model in place, and no other.
@@ -217,6 +217,7 @@ def patch(
         loss: When training with labels, compute the loss from the hidden states and the head without storing logits.
             ``outputs.logits`` is computed when it is read.
         experts: Replace expert layers: permutation, products, gate and weighted sum.
+        mixer: Replace what linear layers of hybrid models call: short convolutions, gated delta rules, Mamba-2's SSD.
         router: Replace the scoring and selection of experts. Off by default: if two experts have equal probabilities,
             which is common in 16 bits, a different one may be selected.
         fused_layers: Fuse residual additions into norms, q/k norms with the rotation, the q, k and v projections into
@@ -240,7 +241,7 @@ def patch(
     """
     inner, recipe = _unwrapped(model), check_recipe(fp8)
     options = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss, "experts": experts, "router": router}
-    options |= {"fused_layers": fused_layers, "attention": attention, "fp8": recipe}
+    options |= {"mixer": mixer, "fused_layers": fused_layers, "attention": attention, "fp8": recipe}
     known = inner.__dict__.get(_REPORT)
     if known is not None:
         _tell(_notice_others(inner, known) or _other_options(known, options), strict)
@@ -251,8 +252,15 @@ def patch(
     for name, module in list(inner.named_modules()):
         if replace.replaced(module) is not None:
             continue
-        if norm and recognize.is_norm(module):
+        if norm and gated_norms.is_gated_norm(module):
+            patcher.visit("norm", name, module, gated_norms.recognize)
+        elif norm and recognize.is_norm(module):
             patcher.visit("norm", name, module, recognize.norm)
+        elif mixer and mixers.is_mixer(module):
+            patcher.visit("mixer", name, module, mixers.recognize, by_class=True)
+            if replace.replaced(module) is not None:
+                for function, reason in mixers.left_alone(module).items():
+                    patcher.record("mixer", name, module, f"{function}: {reason}")
         elif experts and expert_layers.holds_experts(module):
             patcher.visit("experts", name, module, expert_layers.recognize)
         elif router and routers.is_router(module):

@@ -17,7 +17,7 @@ from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _FLOAT32 = torch.float32

@@ -1,4 +1,4 @@
-"""State space duality (Mamba-2): linear attention with a decay per token; forward, gradients, and one token at a time."""
+"""Mamba-2's state space model (SSD), linear attention with a decay per token: forward, gradients, one token."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class _Ssd(torch.autograd.Function):
 _differentiable = applied(_Ssd)
 
 
-# ---- public functions -------------------------------------------------------------------------------------------------
+# ---- public functions -----------------------------------------------------------------------------------------------
 
 
 def _limits(limit: tuple[float, float] | None) -> tuple[float, float]:
@@ -264,7 +264,7 @@ def ssd(
     return result, final.transpose(-1, -2).contiguous()
 
 
-# ---- one token --------------------------------------------------------------------------------------------------------
+# ---- one token ------------------------------------------------------------------------------------------------------
 
 
 def _check_step(x, dt, rate, b, c, skip, bias, state) -> None:
