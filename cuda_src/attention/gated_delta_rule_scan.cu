@@ -7,8 +7,7 @@
 // `stages`; with one of them, warps 4 to 7 work on the chunk before, and load, while the others wait.
 //
 // `states`, if not null, gets the state before each chunk as T, [chunks][heads][d_k][d_v], and `updates` U as T,
-// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. `skip`, if not null, has a factor of v for each head
-// that is added to out. If `solve` is null, U is beta V. Grid: tiles of VT columns, heads, sequences.
+// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. Grid: tiles of VT columns, heads, sequences.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
@@ -16,7 +15,7 @@ namespace rtk {
 template <typename T, int DK, int VT>
 __global__ void __launch_bounds__(256, 1)
     gated_delta_rule_scan(const T* q, const T* k, const T* v, const T* solve, const T* inner, const float* rows,
-                          const float* skip, const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
+                          const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
                           i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
                           i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
@@ -53,8 +52,7 @@ __global__ void __launch_bounds__(256, 1)
             fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
             fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, v + i0 * v_row, v_row, here, v_columns / 8);
             u8* const matrices = to + 2 * kKBytes + kVBytes;
-            if (solve != nullptr)
-                fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
             if (writes) {
                 fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
                 fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
@@ -111,18 +109,6 @@ __global__ void __launch_bounds__(256, 1)
             CTile::left(a, inner_tile, own_row, step, lane);
             by_columns<T, VTile>(sums, a, update_tile, 16 * step, lane);
         }
-        if (skip != nullptr) {
-            const float by = skip[head];
-            const u8* const value_tile = stage(chunk) + 2 * kKBytes;
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int n = 0; n < kTiles; ++n) {
-                    float value[2];
-                    read_pair<T, VTile>(value_tile, own_row + lane / 4 + 8 * r, n, lane, value);
-                    sums[n][2 * r] += by * value[0], sums[n][2 * r + 1] += by * value[1];
-                }
-        }
         store_rows<T>(out + static_cast<i64>(chunk) * kDelta * heads * d_v, heads * d_v, sums, 1.0f, own_row, here, v_columns,
                       lane);
     };
@@ -148,7 +134,7 @@ __global__ void __launch_bounds__(256, 1)
         if (warp < 4) {
             u8* const update_tile = update_tiles + (chunk & 1) * kVBytes;
             clear_sums(sums);
-            if (solve != nullptr) rows_by_columns<T, KTile, VTile, DK / 16>(sums, key_tile, own_row, state_tile, lane);
+            rows_by_columns<T, KTile, VTile, DK / 16>(sums, key_tile, own_row, state_tile, lane);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
@@ -157,22 +143,18 @@ __global__ void __launch_bounds__(256, 1)
                 for (int n = 0; n < kTiles; ++n) {
                     float value[2];
                     read_pair<T, VTile>(value_tile, i, n, lane, value);
-                    sums[n][2 * r] = beta * (value[0] - before * sums[n][2 * r]);
-                    sums[n][2 * r + 1] = beta * (value[1] - before * sums[n][2 * r + 1]);
-                    if (solve != nullptr)
-                        write_pair<T, VTile>(rest_tile, i, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
+                    write_pair<T, VTile>(rest_tile, i, n, lane, beta * (value[0] - before * sums[n][2 * r]),
+                                         beta * (value[1] - before * sums[n][2 * r + 1]));
                 }
             }
-            if (solve != nullptr) {
-                ptx::named_barrier_sync(1, 128);
-                clear_sums(sums);
+            ptx::named_barrier_sync(1, 128);
+            clear_sums(sums);
 #pragma unroll
-                for (int step = 0; step < kDelta / 16; ++step) {
-                    if (step > warp) continue;
-                    u32 a[4];
-                    CTile::left(a, solve_tile, own_row, step, lane);
-                    by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
-                }
+            for (int step = 0; step < kDelta / 16; ++step) {
+                if (step > warp) continue;
+                u32 a[4];
+                CTile::left(a, solve_tile, own_row, step, lane);
+                by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {

@@ -37,8 +37,8 @@ CHUNK = Kernel(
 )  # fmt: skip
 SCAN = Kernel(
     "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT", max_registers=255,
-    args="q:ptr k:ptr v:ptr solve:ptr inner:ptr rows:ptr skip:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr "
-    f"updates:ptr {_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
+    args="q:ptr k:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr updates:ptr "
+    f"{_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 REVERSE = Kernel(
@@ -158,7 +158,7 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
     launch = SCAN.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
     given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
     return Step(
-        launch, *("q", "k", "v", *call.matrices, given["initial"], given["final"], call.cu, given["out"]),
+        launch, *("q", "k", "v", *call.matrices[:3], given["initial"], given["final"], call.cu, given["out"]),
         *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
         *(*_flat(q, k, v), shape.stages, call.scale),
     )  # fmt: skip

@@ -10,9 +10,11 @@ from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention import ssd_reference as reference
 from rtkernels.ops.attention.checks import HALVES, Heads, check_grid, check_width, strides
 from rtkernels.ops.attention.gated_delta_rule_plan import MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
+from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.ops.reduce.row_dot import row_dot
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import check_number
@@ -23,6 +25,14 @@ from rtkernels.runtime.operator.registry import Op
 
 _FLOAT32 = torch.float32
 _MAX_STATE = 2 * MAX_KEY_WIDTH  # in two parts, whose results are added
+_COLUMNS = (32, 64)  # of x that a block of a scan has
+_MAX_STAGES = 3
+_SCAN = Kernel(
+    "attention/ssd_scan.cu", "ssd_scan", template="T DK VT", max_registers=255,
+    args="q:ptr k:ptr v:ptr inner:ptr rows:ptr skip:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr updates:ptr "
+    f"length:i64 heads:i64 key_heads:i64 d_k:i64 d_v:i64 {stride_arguments('q k v')} stages:i64",
+    variants=[(t, d, v) for t in ("bf16", "fp16") for d in (64, 128) for v in _COLUMNS],
+)  # fmt: skip
 _STEP = Kernel(
     "attention/ssd_step.cu", "ssd_step", template="T", max_registers=64, tier="serve",
     args="x:ptr dt:ptr rate:ptr b:ptr c:ptr skip:ptr bias:ptr state:ptr out:ptr heads:i64 groups:i64 d_k:i64 d_v:i64 "
@@ -75,6 +85,25 @@ def _call(q: Meta, v: Meta, skip: Meta | None, cu: Meta | None) -> Call:
     return Call.of(q, v, cu, 1.0, False, corrected=False, skip=skip is not None)
 
 
+def _scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
+    """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
+    info = device_info(device)
+    few = call.sequences * call.heads * -(-call.d_v // _COLUMNS[1]) < info.sm_count and call.d_v > _COLUMNS[0]
+    columns = _COLUMNS[0] if few or call.d_v <= _COLUMNS[0] else _COLUMNS[1]
+    keys, values, matrix = (64 * tile_pitch(width) for width in (call.width, columns, 64))
+    stage, others = 2 * keys + values + matrix + 4 * 4 * 64, call.width * tile_pitch(columns) + 2 * values
+    stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
+    grid = (-(-call.d_v // columns), call.heads, call.sequences)
+    launch = _SCAN.bind((call.token, call.width, columns), device, grid, 256, stages * stage + others)
+    given = (
+        [names.get(name, 0) for name in ("initial", "final")],
+        [names.get(n, 0) for n in ("out", "states", "updates")],
+    )
+    apart = (number for meta in (q, k, v) for number in strides(meta)[:3])
+    sizes = (call.length, call.heads, call.key_heads, call.d_k, call.d_v, *apart, stages)
+    return Step(launch, "q", "k", "v", *call.matrices[1:], *given[0], call.cu, *given[1], *sizes)
+
+
 def _plan(q, k, v, skip, initial_state, cu_seqlens, wants_state, device) -> Steps:
     call = _call(q, v, skip, cu_seqlens)
     steps, scratch = plans.inside_chunks(call, q, k, device)
@@ -84,7 +113,7 @@ def _plan(q, k, v, skip, initial_state, cu_seqlens, wants_state, device) -> Step
     if wants_state:
         names["final"] = "final_state"
     tails = plans.tails(call, (("out", call.heads, call.d_v),), device)
-    return Steps(*steps, plans.scan(call, q, k, v, names, device), *tails, scratch=scratch)
+    return Steps(*steps, _scan(call, q, k, v, names, device), *tails, scratch=scratch)
 
 
 def _outputs(q, v, cu_seqlens, wants_state) -> tuple[Memory | None, ...]:
@@ -127,7 +156,7 @@ def _plan_backward(dout, dfinal_state, q, k, v, skip, initial_state, cu_seqlens,
         names["initial"] = "initial_state"
     dfinal, dinitial = 0 if dfinal_state is None else "dfinal_state", "dinitial_state" if needs_state else 0
     steps += [
-        plans.scan(call, q, k, v, names, device),
+        _scan(call, q, k, v, names, device),
         plans.reverse(call, q, k, dout, dfinal, dinitial, device),
         plans.grads(call, q, k, v, dout, device),
     ]
@@ -279,7 +308,7 @@ def _check_step(x, dt, rate, b, c, skip, bias, state) -> None:
 
 def _plan_step(x, b, c, skip, bias, softplus, device) -> Steps:
     batch, heads, width = x.shape
-    launch = _STEP.bind((DTYPE_TOKEN[x.dtype],), device, (-(-width // 8), heads, batch), 256)
+    launch = _STEP.bind((DTYPE_TOKEN[x.dtype],), device, (-(-width // 32), heads, batch), 256)
     given = ("skip" if skip is not None else 0, "bias" if bias is not None else 0)
     apart = (number for meta in (x, b, c) for number in strides(meta)[1:3])
     sizes = (heads, b.shape[1], b.shape[-1], width, *apart, int(softplus))
@@ -332,6 +361,6 @@ def ssd_step(
 
 
 OP = Op(
-    "ssd", public=("ssd", "ssd_step"), kernels=(_STEP,), torch_ops=(FORWARD, BACKWARD, ONE),
+    "ssd", public=("ssd", "ssd_step"), kernels=(_SCAN, _STEP), torch_ops=(FORWARD, BACKWARD, ONE),
     uses=("gated_delta_rule", "row_dot"),
 )  # fmt: skip
