@@ -18,7 +18,7 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
-from rtkernels.models import gated_norms, mixers, recognize, replace, rope_view
+from rtkernels.models import gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import loss as losses
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
@@ -254,6 +254,8 @@ def patch(
             continue
         if norm and gated_norms.is_gated_norm(module):
             patcher.visit("norm", name, module, gated_norms.recognize)
+        elif norm and modulated.is_modulated(module):
+            patcher.visit("norm", name, module, modulated.recognize)
         elif norm and recognize.is_norm(module):
             patcher.visit("norm", name, module, recognize.norm)
         elif mixer and mixers.is_mixer(module):
