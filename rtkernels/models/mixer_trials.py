@@ -12,9 +12,7 @@ from rtkernels.models.probe import Trial, normal
 
 _TOLERANCE = 1e-2  # of rows of fp32 gradients of decays, which are differences of larger sums
 Function = Callable[..., Any]
-Trials = Iterator[
-    tuple[Trial, Function, bool]
-]  # inputs, the call of a function, with gradients
+Trials = Iterator[tuple[Trial, Function, bool]]  # inputs, the call of a function, with gradients
 
 
 def _trial(where: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], gradients: bool = True) -> Trial:
