@@ -34,7 +34,7 @@ _SCAN = Kernel(
     variants=[(t, d, v) for t in ("bf16", "fp16") for d in (64, 128) for v in _COLUMNS],
 )  # fmt: skip
 _STEP = Kernel(
-    "attention/ssd_step.cu", "ssd_step", template="T", max_registers=64, tier="serve",
+    "attention/ssd_step.cu", "ssd_step", template="T", max_registers=72, tier="serve",
     args="x:ptr dt:ptr rate:ptr b:ptr c:ptr skip:ptr bias:ptr state:ptr out:ptr heads:i64 groups:i64 d_k:i64 d_v:i64 "
     "x_batch:i64 x_head:i64 b_batch:i64 b_head:i64 c_batch:i64 c_head:i64 softplus:i64 low:f64 high:f64",
     variants=[("bf16",), ("fp16",)],
