@@ -91,30 +91,9 @@ __global__ void __launch_bounds__(256, 1)
     };
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const bool keeps = 16 * warp < DK;  // rows of the state
-    const int state_row = 16 * warp + lane / 4;
-    float state[kTiles][4];
-    auto at_state = [&](i64 base, int n, int r) {
-        return (base * d_k + state_row + 8 * r) * d_v + column0 + 8 * n + lane % 4 * 2;
-    };
-    auto has = [&](int n, int r) { return keeps && state_row + 8 * r < d_k && 8 * n + lane % 4 * 2 < v_columns; };
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float pair[2] = {0.0f, 0.0f};
-            if (dfinal != nullptr && has(n, r)) load_keep<float, 2>(dfinal + at_state(batch * heads + head, n, r), pair);
-            state[n][2 * r] = pair[0], state[n][2 * r + 1] = pair[1];
-        }
-    auto show_state = [&] {
-        if (!keeps) return;
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                write_pair<T, VTile>(state_tile, state_row + 8 * r, n, lane, state[n][2 * r], state[n][2 * r + 1]);
-    };
-    show_state();
+    ScannedState<T, VTile, DK> state(d_k, d_v, column0, v_columns, warp, lane);
+    state.load(dfinal, batch * heads + head);
+    state.show(state_tile);
 
     const int own_row = 16 * (warp % 4);
 #pragma unroll 1
@@ -193,25 +172,18 @@ __global__ void __launch_bounds__(256, 1)
             }
         }
         __syncthreads();
-        if (keeps) {
+        if (state.keeps) {
             const float by = ptx::ex2(end), both[2] = {by, by};
-            scale_rows(state, both);
-            columns_by_columns<T, KTile, VTile>(state, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
+            scale_rows(state.sums, both);
+            columns_by_columns<T, KTile, VTile>(state.sums, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
             if (solve != nullptr)
-                columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
-            show_state();
+                columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
+            state.show(state_tile);
         }
     }
     __syncthreads();
     if (helper >= 0 && chunks > 0) finish(0);
-    if (dinitial == nullptr) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
-            if (has(n, r)) store<float, 2>(dinitial + at_state(batch * heads + head, n, r), pair);
-        }
+    if (dinitial != nullptr) state.store_to(dinitial, batch * heads + head);
 }
 
 }  // namespace rtk

@@ -83,6 +83,12 @@ def _epsilon(module: nn.Module) -> str | None:
     return next((name for name in names if isinstance(getattr(module, name, None), float)), None)
 
 
+def _small_constants(module: nn.Module) -> tuple[float, ...]:
+    """Return the numbers in the code of a forward that may be an epsilon, as in OLMo's norm."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return tuple(n for n in getattr(code, "co_consts", ()) if isinstance(n, float) and 0 < n < 1e-2)
+
+
 def norm_weight(module: nn.Module) -> Tensor | None:
     """Return the weight of a recognised norm; a buffer named weight does not count, because norms do not use it."""
     return None if "weight" in module._buffers else getattr(module, "weight", None)
@@ -103,20 +109,21 @@ def norm(module: nn.Module) -> Recognized:
     if any(p.dim() != 1 for p in given.values()):
         raise NotRecognized("its weight has more than one dimension")
     eps_name = _epsilon(module)
-    if eps_name is None:
+    numbers = () if eps_name is not None or given else _small_constants(module)
+    if eps_name is None and len(numbers) != 1:
         raise NotRecognized("it has no epsilon that is a number")
     _check_one_input(module)
     check_plain(module)
     sizes = [n for v in module.__dict__.values() for n in (v if isinstance(v, tuple) else (v,)) if type(n) is int]
     width = given["weight"].shape[0] if given else next((n for n in sizes if 1 < n <= 1 << 16), 64)
-    eps = getattr(module, eps_name)
+    eps = numbers[0] if eps_name is None else getattr(module, eps_name)
 
     def twin(w: int, dtype: torch.dtype, training: bool) -> nn.Module:
         fresh = {name: normal(w, seed=i, dtype=dtype) for i, name in enumerate(given)}
         return twin_of(module, fresh, sizes={width: w}, training=training)
 
-    candidates = []
-    for offset in (0.0, 1.0) if given else (0.0,):
+    candidates = [("layer_norm", Recognized("layer_norm", (("eps", eps), ("offset", 0.0))))] if numbers else []
+    for offset in () if numbers else (0.0, 1.0) if given else (0.0,):
         options = (("eps", eps_name), ("offset", offset))
         candidates += [(kind, Recognized(kind, options)) for kind in ("rms_norm", "layer_norm")]
     scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]], dtype=torch.float32, device="cpu")

@@ -162,8 +162,9 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     return forward
 
 
-def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
+def _layer_norm(original: type[nn.Module], eps: str | float, offset: float) -> Forward:
     own, name = original.forward, _input_name(original)
+    number = eps if isinstance(eps, float) else None  # written into the model's code
 
     def forward(self, hidden_states=None, **named):
         if named:
@@ -171,7 +172,8 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
         weight, bias = norm_weight(self), getattr(self, "bias", None)
         if not _fits(hidden_states, weight):
             return own(self, hidden_states)
-        return rtkernels.layer_norm(hidden_states, weight, bias, eps=getattr(self, eps), offset=offset)
+        small = getattr(self, eps) if number is None else number
+        return rtkernels.layer_norm(hidden_states, weight, bias, eps=small, offset=offset)
 
     return forward
 

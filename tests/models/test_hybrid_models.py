@@ -131,3 +131,20 @@ def test_switched_off() -> None:
         warnings.simplefilter("ignore")
         report = models.patch(small("Mamba2ForCausalLM"), mixer=False)
     assert "mixer" not in report.asked and not report.replaced["mixer"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_short_convolutions(dtype: torch.dtype) -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    model, tokens = Lfm2ForCausalLM(config).to(dtype).eval(), ids(2, 9)
+    want, drawn = model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert patched(model).replaced["mixer"] == 1
+    assert distance(model(tokens).logits, want) < (1e-5 if dtype == torch.float32 else 0.02)
+    if dtype == torch.float32:
+        assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), drawn)
