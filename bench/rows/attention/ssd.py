@@ -28,11 +28,11 @@ def host(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 def _plain(x, dt, A, B, C, D):  # noqa: N803  names of Mamba-2
     """The same chunks in plain torch, as transformers' own code has them; differentiable."""
-    wide = in_fp32(x).dtype
-    zero = torch.zeros(x.shape[2], B.shape[3], x.shape[3], device=x.device, dtype=wide)
-    g = A.to(wide) * dt.to(wide)
+    dtype = in_fp32(x).dtype
+    zero = torch.zeros(x.shape[2], B.shape[3], x.shape[3], device=x.device, dtype=dtype)
+    g = A.to(dtype) * dt.to(dtype)
     outs = [reference.one(C[b], B[b], x[b], g[b], dt[b], zero, 1.0, False, False)[0] for b in range(x.shape[0])]
-    return (torch.stack(outs) + D.to(wide).unsqueeze(-1) * x).to(x.dtype)
+    return (torch.stack(outs) + D.to(dtype).unsqueeze(-1) * x).to(x.dtype)
 
 
 def rows() -> Iterator[Row]:
@@ -82,9 +82,9 @@ def rows() -> Iterator[Row]:
 
     def exact_step(**given: torch.Tensor) -> Any:
         """Of the second of two calls: results are compared in memory that the first one has used."""
-        wide = {name: t.double() for name, t in given.items()}
-        plain_step(**wide)
-        return plain_step(**wide)
+        doubled = {name: t.double() for name, t in given.items()}
+        plain_step(**doubled)
+        return plain_step(**doubled)
 
     yield Row(
         name="ssd_step", shape=f"128 sequences, 128 heads of {_WIDTH}, 8 groups of {_STATE}", make=make_step,

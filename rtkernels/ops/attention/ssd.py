@@ -88,8 +88,8 @@ def _call(q: Meta, v: Meta, skip: Meta | None, cu: Meta | None) -> Call:
 def _scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
     """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
     info = device_info(device)
-    few = call.sequences * call.heads * -(-call.d_v // _COLUMNS[1]) < info.sm_count and call.d_v > _COLUMNS[0]
-    columns = _COLUMNS[0] if few or call.d_v <= _COLUMNS[0] else _COLUMNS[1]
+    narrow = call.sequences * call.heads * -(-call.d_v // _COLUMNS[1]) < info.sm_count and call.d_v > _COLUMNS[0]
+    columns = _COLUMNS[0] if narrow or call.d_v <= _COLUMNS[0] else _COLUMNS[1]
     keys, values, matrix = (64 * tile_pitch(width) for width in (call.width, columns, 64))
     stage, others = 2 * keys + values + matrix + 4 * 4 * 64, call.width * tile_pitch(columns) + 2 * values
     stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
