@@ -26,7 +26,7 @@ def host(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _plain(x, dt, A, B, C, D):  # noqa: N803  names of Mamba-2
+def _plain(x, dt, A, B, C, D):
     """The same chunks in plain torch, as transformers' own code has them; differentiable."""
     dtype = in_fp32(x).dtype
     zero = torch.zeros(x.shape[2], B.shape[3], x.shape[3], device=x.device, dtype=dtype)
@@ -42,8 +42,8 @@ def rows() -> Iterator[Row]:
         def make(
             device: str, generator: torch.Generator, batch=batch, length=length, heads=heads, groups=groups
         ) -> dict[str, Any]:
-            def normal(*shape: int) -> torch.Tensor:
-                return torch.randn(shape, device=device, generator=generator)
+            def normal(*sizes: int) -> torch.Tensor:
+                return torch.randn(sizes, device=device, generator=generator)
 
             keys = [(normal(batch, length, groups, _STATE) * _STATE**-0.25).bfloat16() for _ in range(2)]
             dt = torch.rand(batch, length, heads, device=device, generator=generator)
@@ -74,10 +74,11 @@ def rows() -> Iterator[Row]:
 
         keys = [normal(128, 8, _STATE).bfloat16() for _ in range(2)]
         dt = torch.rand(128, 128, device=device, generator=generator)
-        given = {"x": normal(128, 128, _WIDTH).bfloat16(), "dt": dt, "A": -normal(128).abs(), "B": keys[0], "C": keys[1]}
-        return given | {"D": normal(128), "state": torch.zeros(128, 128, _WIDTH, _STATE, device=device)}
+        given = {"x": normal(128, 128, _WIDTH).bfloat16(), "dt": dt, "A": -normal(128).abs()}
+        given |= {"B": keys[0], "C": keys[1], "D": normal(128)}
+        return given | {"state": torch.zeros(128, 128, _WIDTH, _STATE, device=device)}
 
-    def plain_step(x, dt, A, B, C, D, state):  # noqa: N803
+    def plain_step(x, dt, A, B, C, D, state):
         return state, ssd_reference.step(x, dt, A, B, C, D, None, state, False, 0.0, float("inf"))
 
     def exact_step(**given: torch.Tensor) -> Any:
