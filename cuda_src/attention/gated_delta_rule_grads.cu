@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(256)
             for (int half = 0; half < kTiles / 8; ++half) {
                 float sums[8][4];
                 clear_sums(sums);
-                if (meets) rows_by_rows<T, VTile, 4>(sums, left, own_row, state_tile, 64 * half, lane);
+                if (meets) rows_by_rows_rolled<T, VTile, 4>(sums, left, own_row, state_tile, 64 * half, lane);
                 const u8* const other = of_queries ? query_tile : key_tile;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(256)
                 }
                 if (of_queries) continue;
                 clear_sums(sums);
-                rows_by_rows<T, VTile, 4>(sums, update_tile, own_row, dstate_tile, 64 * half, lane);
+                rows_by_rows_rolled<T, VTile, 4>(sums, update_tile, own_row, dstate_tile, 64 * half, lane);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int i = own_row + lane / 4 + 8 * r;
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(256)
         // The matrices inside the chunk: q_i . k_j, or k_i . k_j.
         float pairs[8][4], columns[8][2], row_sum[2] = {0.0f, 0.0f}, beta_sum[2] = {0.0f, 0.0f};
         clear_sums(pairs);
-        if (meets) rows_by_rows<T, KTile, DK / 16>(pairs, of_queries ? query_tile : key_tile, own_row, key_tile, 0, lane);
+        if (meets) rows_by_rows_rolled<T, KTile, DK / 16>(pairs, of_queries ? query_tile : key_tile, own_row, key_tile, 0, lane);
         // Where dO and U were.
         u8 *const x_tile = dout_tile, *const n_tile = dout_tile + kVBytes, *const to = of_queries ? x_tile : n_tile;
 #pragma unroll

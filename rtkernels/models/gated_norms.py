@@ -29,8 +29,10 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def is_gated_norm(module: nn.Module) -> bool:
     """Return True if a module may be a norm with a gate: its forward takes both."""
+    if not is_norm(module):
+        return False
     names = positional(type(module).forward)
-    return len(names) == 3 and names[2] in ("gate", "z") and is_norm(module)
+    return len(names) == 3 and names[2] in ("gate", "z")
 
 
 @probing()

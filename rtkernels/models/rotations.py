@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -118,9 +119,9 @@ def _screened(function: Callable[..., Any], given: Arguments) -> tuple[str, tupl
         NotRecognized: There is none, or more than one.
     """
     forms = ("neighbour half tables",) if len(given.tables) == 1 else ROTATIONS
-    ways = [(form, *more) for form in forms for more in ((), ("inverse",))]
     reasons = []
-    for layout in LAYOUTS:
+    for more, layout in product(((), ("inverse",)), LAYOUTS):  # negative angles are rare
+        ways = [(form, *more) for form in forms]
         found = {way: _may_differ(function, given, layout, *way, gradients=False) for way in ways}
         alike = [way for way, reason in found.items() if not reason]
         if len(alike) == 1:
