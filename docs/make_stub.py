@@ -106,7 +106,7 @@ RESULTS: dict[str, list[Case]] = {
     },
     **{
         name: _switch("return_state", "Tensor", PAIR)
-        for name in ("lightning_attention", "gated_delta_rule", "causal_conv1d")
+        for name in ("lightning_attention", "gated_delta_rule", "ssd", "causal_conv1d")
     },
     **{name: _switch("per_tensor", "Tensor", PAIR) for name in ("multi_count_zeros", "multi_norm")},
 }

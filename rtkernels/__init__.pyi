@@ -38,6 +38,7 @@ from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as ga
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
+from rtkernels.ops.attention.ssd import ssd_step as ssd_step
 from rtkernels.ops.gemm.fp8_linear import Fp8Weight
 from rtkernels.ops.index.embedding import embedding as embedding
 from rtkernels.ops.index.embedding import embedding_grad_ as embedding_grad_
@@ -495,8 +496,8 @@ def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: None = None, layout: Literal['bshd', 'sbhd', 'bhsd'] = 'bshd', rotary:
     int | None = None, interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
     sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int =
-    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, out: Tensor | tuple[Tensor | None, ...] |
-    None = None
+    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, output_interleaved: bool | None = None,
+    rotary_start: int = 0, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
     """Rotate pairs of elements of every head by the angles of its token."""
 @overload
@@ -504,16 +505,16 @@ def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor, layout: Literal['bshd', 'sbhd', 'bhsd'] = 'bshd', rotary: int |
     None = None, interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
     sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0, cp_size: int =
-    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, out: Tensor | tuple[Tensor | None, ...] |
-    None = None
+    1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, output_interleaved: bool | None = None,
+    rotary_start: int = 0, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, layout: Literal['bshd', 'sbhd', 'bhsd'] = 'bshd',
     rotary: int | None = None, interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None =
     None, sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0, cp_size:
-    int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, out: Tensor | tuple[Tensor | None,
-    ...] | None = None
+    int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False, output_interleaved: bool | None =
+    None, rotary_start: int = 0, out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload
@@ -1228,6 +1229,29 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False, l2norm: bool = False, out:
     Tensor | tuple[Tensor | None, ...] | None = None
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+@overload
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, out: Tensor | tuple[Tensor | None, ...] |
+    None = None
+) -> Tensor:
+    """Return the state space model of Mamba-2 ("SSD"): linear attention with a decay per token."""
+@overload
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: Literal[True], out: Tensor | tuple[Tensor | None, ...] | None =
+    None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_state: bool = False, out: Tensor | tuple[Tensor | None, ...] | None =
+    None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

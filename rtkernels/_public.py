@@ -103,6 +103,8 @@ OPS = {
     "causal_conv1d_step": "ops.attention.causal_conv1d",
     "gated_delta_rule": "ops.attention.gated_delta_rule",
     "gated_delta_rule_step": "ops.attention.gated_delta_rule",
+    "ssd": "ops.attention.ssd",
+    "ssd_step": "ops.attention.ssd",
     "add_": "ops.pointwise.inplace",
     "add_bias": "ops.pointwise.add_residual",
     "add_residual": "ops.pointwise.add_residual",

@@ -8,6 +8,8 @@
 // the type of the inputs. Keys and queries that are to be normalised (r x, r = 1 / sqrt(sum x^2 + 1e-6)) stay as they
 // are in products; r multiplies sums.
 //
+// Without the correction by the state (SSD of Mamba-2, `solve` null, kUncorrected): T = I, M = 0 and R = U = beta V.
+//
 // Chunks are numbered without a look at lengths: chunk i of sequence b of packed tokens is number cu[b] / 64 + b + i. An
 // unused number has no rows. Value head h reads key head h / (heads / key heads).
 #pragma once
@@ -20,6 +22,8 @@ namespace rtk {
 
 inline constexpr int kDelta = 64;  // tokens of a chunk
 inline constexpr float kMinDecay = -104.0f;  // exp of it is 0 in fp32
+
+inline constexpr i64 kNormalised = 1, kUncorrected = 2;  // flags of gradients
 
 // Numbers of the rows of a chunk and value head: [kRowKinds][64].
 enum RowKind { kDecays, kBetas, kKeyNorms, kQueryNorms, kRowKinds };  // decays: c in log2
@@ -72,6 +76,52 @@ template <typename T, typename Tile>
 RTK_DEVICE void write_pair(u8* tile, int row, int n, int lane, float lo, float hi) {
     *reinterpret_cast<u32*>(tile + Tile::offset(row, n) + lane % 4 * 4) = packed_pair<T>(lo, hi);
 }
+
+// The state of a head in a scan, or its gradient: [d_k][d_v] fp32 in memory, of which a block has the columns of a tile
+// from `column0` on and a warp 16 rows in registers. As T in shared memory it is an operand of products.
+template <typename T, typename Tile, int DK>
+struct ScannedState {
+    static constexpr int kTiles = Tile::kVectors;
+    float sums[kTiles][4];
+    i64 d_k, d_v;
+    int row, column0, columns, lane;
+    bool keeps;  // this warp has rows
+
+    RTK_DEVICE ScannedState(i64 d_k, i64 d_v, int column0, int columns, int warp, int lane)
+        : d_k(d_k), d_v(d_v), row(16 * warp + lane / 4), column0(column0), columns(columns), lane(lane), keeps(16 * warp < DK) {}
+
+    RTK_DEVICE bool has(int n, int r) const { return keeps && row + 8 * r < d_k && 8 * n + lane % 4 * 2 < columns; }
+    RTK_DEVICE i64 at(i64 head, int n, int r) const {
+        return (head * d_k + row + 8 * r) * d_v + column0 + 8 * n + lane % 4 * 2;
+    }
+    // From the state of a sequence's head, or zeros if there is none.
+    RTK_DEVICE void load(const float* from, i64 head) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float pair[2] = {0.0f, 0.0f};
+                if (from != nullptr && has(n, r)) load_keep<float, 2>(from + at(head, n, r), pair);
+                sums[n][2 * r] = pair[0], sums[n][2 * r + 1] = pair[1];
+            }
+    }
+    RTK_DEVICE void store_to(float* to, i64 head) const {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float pair[2] = {sums[n][2 * r], sums[n][2 * r + 1]};
+                if (has(n, r)) store<float, 2>(to + at(head, n, r), pair);
+            }
+    }
+    RTK_DEVICE void show(u8* tile) const {
+        if (!keeps) return;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) write_pair<T, Tile>(tile, row + 8 * r, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
+    }
+};
 
 // MmaTile::fetch by 128 threads, of which this is `thread`.
 template <typename Tile, int ROWS, typename T>

@@ -3,7 +3,7 @@
 //
 // A block owns a chunk and a key head; two halves of it loop over its value heads on their own. Warps 0 to 3 compute M and T,
 // 16 rows each, warps 4 to 7 P. I + M is inverted in fp32: blocks of 16 x 16 by substitution, one warp each, then pairs of blocks, then pairs of those,
-// by -B^-1 C A^-1. Grid: chunks, key heads.
+// by -B^-1 C A^-1. If `solve` is null, both halves compute P, of every other value head. Grid: chunks, key heads.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
@@ -88,9 +88,9 @@ __global__ void __launch_bounds__(256, 2)
     const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(heads / key_heads);
     const DeltaChunk chunk = delta_chunk(number, length, cu, static_cast<int>(sequences));
     if (chunk.rows <= 0) return;
-    const bool solves = threadIdx.x < 128;
+    const bool first_half = threadIdx.x < 128, solves = first_half && solve != nullptr;
     const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % kWarp, warp = thread / kWarp, own_row = 16 * warp;
-    float(*const own)[kDelta] = halves[solves ? 0 : 1];
+    float(*const own)[kDelta] = halves[first_half ? 0 : 1];
     q += chunk.batch * q_batch + chunk.first * q_row + key_head * q_head;
     k += chunk.batch * k_batch + chunk.first * k_row + key_head * k_head;
     const int vectors = static_cast<int>(d_k) / 8;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(256, 2)
 #pragma unroll
             for (int v = 0; v < Tile::kVectors / 2; ++v) {
                 float f[8];
-                const u8* const at = (solves ? key_tile : query_tile) + Tile::offset(row, thread % 2 * (Tile::kVectors / 2) + v);
+                const u8* const at = (first_half ? key_tile : query_tile) + Tile::offset(row, thread % 2 * (Tile::kVectors / 2) + v);
                 unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(at), f);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) square += f[i] * f[i];
@@ -115,16 +115,16 @@ __global__ void __launch_bounds__(256, 2)
         }
         square += __shfl_xor_sync(0xffffffffu, square, 1);
         const float norm = l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
-        if (thread % 2 == 0) halves[0][solves ? kKeyNorms : kQueryNorms][row] = halves[1][solves ? kKeyNorms : kQueryNorms][row] = norm;
+        if (thread % 2 == 0) halves[0][first_half ? kKeyNorms : kQueryNorms][row] = halves[1][first_half ? kKeyNorms : kQueryNorms][row] = norm;
     }
     float products[8][4];  // k_i . k_j, or q_i . k_j
     clear_sums(products);
     rows_by_rows_rolled<T, Tile, DK / 16>(products, solves ? key_tile : query_tile, own_row, key_tile, 0, lane);
     __syncthreads();
-    const int barrier = solves ? 1 : 2;
+    const int barrier = first_half ? 1 : 2, apart = solve != nullptr ? 1 : 2;
 
 #pragma unroll 1
-    for (int e = 0; e < each; ++e) {
+    for (int e = first_half || apart == 1 ? 0 : 1; e < each; e += apart) {
         const int head = key_head * each + e;
         ptx::named_barrier_sync(barrier, 128);
         if (warp == 0) {

@@ -7,7 +7,7 @@
 //     dc of the last row also + sum(s) + exp(c_end) <S, dS>,  dg = sums of dc from a row to the end of its chunk.
 //
 // A block owns a chunk and a key head, and adds up its value heads in order. Of each value head, v comes in tiles of 64
-// columns, in one or two `stages`. Warps 0 to 3 have 16 rows of dQ each, warps 4 to 7 those of dK. Grid: chunks, key heads.
+// columns, in one or two `stages`. With kUncorrected, dM and A2 count as 0. Warps 0 to 3 have 16 rows of dQ each, warps 4 to 7 those of dK. Grid: chunks, key heads.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(256)
                            const T* dstates, const T* updates, const T* drest, T* dq, T* dk, float* dg, float* dbeta,
                            i64 sequences, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
                            i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch,
-                           i64 dout_row, i64 dout_head, i64 l2norm, i64 stages, double scale) {
+                           i64 dout_row, i64 dout_head, i64 flags, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<64>;
     constexpr int kTiles = DK / 8;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(256)
     if (chunk.rows <= 0) return;
     const float factor = static_cast<float>(scale);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const bool of_queries = warp < 4;
+    const bool of_queries = warp < 4, meets = of_queries || !(flags & kUncorrected);  // the state, and other rows
     const int own_row = 16 * (warp % 4);
     const i64 batch = chunk.batch, dense_row = batch * length + chunk.first;
     KTile::template fetch<kDelta, 256>(key_tile, k + batch * k_batch + chunk.first * k_row + key_head * k_head, k_row, chunk.rows,
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(256)
             else ptx::cp_async_wait<0>();
             __syncthreads();
             const u8* const left = of_queries ? dout_tile : rest_tile;
-            rows_by_rows<T, VTile, 4>(inner, left, own_row, update_tile, 0, lane);
+            if (meets) rows_by_rows<T, VTile, 4>(inner, left, own_row, update_tile, 0, lane);
             float factors[2], one[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(256)
             for (int half = 0; half < kTiles / 8; ++half) {
                 float sums[8][4];
                 clear_sums(sums);
-                rows_by_rows<T, VTile, 4>(sums, left, own_row, state_tile, 64 * half, lane);
+                if (meets) rows_by_rows_rolled<T, VTile, 4>(sums, left, own_row, state_tile, 64 * half, lane);
                 const u8* const other = of_queries ? query_tile : key_tile;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(256)
                 }
                 if (of_queries) continue;
                 clear_sums(sums);
-                rows_by_rows<T, VTile, 4>(sums, update_tile, own_row, dstate_tile, 64 * half, lane);
+                rows_by_rows_rolled<T, VTile, 4>(sums, update_tile, own_row, dstate_tile, 64 * half, lane);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int i = own_row + lane / 4 + 8 * r;
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(256)
         // The matrices inside the chunk: q_i . k_j, or k_i . k_j.
         float pairs[8][4], columns[8][2], row_sum[2] = {0.0f, 0.0f}, beta_sum[2] = {0.0f, 0.0f};
         clear_sums(pairs);
-        rows_by_rows<T, KTile, DK / 16>(pairs, of_queries ? query_tile : key_tile, own_row, key_tile, 0, lane);
+        if (meets) rows_by_rows_rolled<T, KTile, DK / 16>(pairs, of_queries ? query_tile : key_tile, own_row, key_tile, 0, lane);
         // Where dO and U were.
         u8 *const x_tile = dout_tile, *const n_tile = dout_tile + kVBytes, *const to = of_queries ? x_tile : n_tile;
 #pragma unroll
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(256)
                 for (int r = 0; r < 2; ++r) {
                     const int i = own_row + lane / 4 + 8 * r;
                     const float norm = numbers[of_queries ? kQueryNorms : kKeyNorms][i];
-                    const bool counts = of_queries ? j <= i : j < i;
+                    const bool counts = meets && (of_queries ? j <= i : j < i);
                     // The factor of both the product and its gradient, without the norms.
                     const float decay = counts ? decay_between(numbers[kDecays][i], numbers[kDecays][j]) : 0.0f;
                     const float beta = of_queries ? factor : -numbers[kBetas][i];
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(256)
             by_columns<T, KTile>(total, a, key_tile, 16 * step, lane);
         }
         if (!of_queries) {
-            columns_by_columns<T, VTile, KTile>(total, n_tile, own_row, key_tile, warp - 4, 4, lane);
+            if (meets) columns_by_columns<T, VTile, KTile>(total, n_tile, own_row, key_tile, warp - 4, 4, lane);
             columns_by_columns<T, VTile, KTile>(total, x_tile, own_row, query_tile, warp - 4, 4, lane);
         } else if (warp == 0) {
             // Sums of dc from each row to the end; lane l has rows 63 - l and 31 - l.
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(256)
 
     T* const result = (of_queries ? dq : dk) + (dense_row * key_heads + key_head) * d_k;
     const i64 stride = key_heads * d_k;
-    if (l2norm) {
+    if (flags & kNormalised) {
         float dot[2], norm[2];
         row_dots<T, KTile>(total, of_queries ? query_tile : key_tile, own_row, lane, dot);
 #pragma unroll

@@ -5,6 +5,7 @@
 // Owners and stages as in gated_delta_rule_scan.cu; warps 0 to 3 compute dU and dR. Meanwhile warps 4 to 7 write dR and dV of
 // the chunk behind, dS, load tiles, and scale dO. `dstates` gets
 // dS behind each chunk as T, [chunks][heads][d_k][d_v], and `drest` dR as T, [chunks][heads][64][d_v].
+// If `solve` is null, dR is dU and the state does not meet keys; `skip`, if not null, times dO is added to dV.
 // Grid: tiles of VT columns, heads, sequences.
 #include "attention/gated_delta_rule.cuh"
 
@@ -13,7 +14,7 @@ namespace rtk {
 template <typename T, int DK, int VT>
 __global__ void __launch_bounds__(256, 1)
     gated_delta_rule_reverse(const T* q, const T* k, const T* dout, const T* solve, const T* inner, const float* rows,
-                             const float* dfinal, float* dinitial, const i32* cu, T* dv, T* dstates, T* drest, i64 length,
+                             const float* skip, const float* dfinal, float* dinitial, const i32* cu, T* dv, T* dstates, T* drest, i64 length,
                              i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
                              i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
@@ -52,7 +53,8 @@ __global__ void __launch_bounds__(256, 1)
             fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
             fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, dout + i0 * dout_row, dout_row, here, v_columns / 8);
             u8* const matrices = to + 2 * kKBytes + kVBytes;
-            fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            if (solve != nullptr)
+                fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
             fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
             if (helper < static_cast<int>(kRowBytes / 16))
                 ptx::cp_async_16(ptx::shared_address(matrices + 2 * kCBytes + helper * 16),
@@ -78,35 +80,20 @@ __global__ void __launch_bounds__(256, 1)
             unpack<T, 8>(raw, f);
 #pragma unroll
             for (int c = 0; c < 8; ++c) f[c] *= beta[row];
+            if (skip != nullptr) {
+                float g[8];
+                unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(stage(chunk) + 2 * kKBytes + VTile::offset(row, vector)), g);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) f[c] += skip[head] * g[c];
+            }
             if (row < here) store<T, 8>(to_dv + row * heads * d_v + vector * 8, f);
         }
     };
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const bool keeps = 16 * warp < DK;  // rows of the state
-    const int state_row = 16 * warp + lane / 4;
-    float state[kTiles][4];
-    auto at_state = [&](i64 base, int n, int r) {
-        return (base * d_k + state_row + 8 * r) * d_v + column0 + 8 * n + lane % 4 * 2;
-    };
-    auto has = [&](int n, int r) { return keeps && state_row + 8 * r < d_k && 8 * n + lane % 4 * 2 < v_columns; };
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float pair[2] = {0.0f, 0.0f};
-            if (dfinal != nullptr && has(n, r)) load_keep<float, 2>(dfinal + at_state(batch * heads + head, n, r), pair);
-            state[n][2 * r] = pair[0], state[n][2 * r + 1] = pair[1];
-        }
-    auto show_state = [&] {
-        if (!keeps) return;
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                write_pair<T, VTile>(state_tile, state_row + 8 * r, n, lane, state[n][2 * r], state[n][2 * r + 1]);
-    };
-    show_state();
+    ScannedState<T, VTile, DK> state(d_k, d_v, column0, v_columns, warp, lane);
+    state.load(dfinal, batch * heads + head);
+    state.show(state_tile);
 
     const int own_row = 16 * (warp % 4);
 #pragma unroll 1
@@ -140,14 +127,16 @@ __global__ void __launch_bounds__(256, 1)
             }
             scale_rows(sums, after);
             columns_by_columns<T, CTile, VTile>(sums, inner_tile, own_row, dout_tile, warp, kDelta / 16, lane);
+            if (solve != nullptr) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
+                for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int n = 0; n < kTiles; ++n)
-                    write_pair<T, VTile>(rest_tile, own_row + lane / 4 + 8 * r, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
-            ptx::named_barrier_sync(1, 128);
-            clear_sums(sums);
-            columns_by_columns<T, CTile, VTile>(sums, solve_tile, own_row, rest_tile, warp, kDelta / 16, lane);
+                    for (int n = 0; n < kTiles; ++n)
+                        write_pair<T, VTile>(rest_tile, own_row + lane / 4 + 8 * r, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
+                ptx::named_barrier_sync(1, 128);
+                clear_sums(sums);
+                columns_by_columns<T, CTile, VTile>(sums, solve_tile, own_row, rest_tile, warp, kDelta / 16, lane);
+            }
             u8* const drest_tile = drest_tiles + (chunk & 1) * kVBytes;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -183,24 +172,18 @@ __global__ void __launch_bounds__(256, 1)
             }
         }
         __syncthreads();
-        if (keeps) {
+        if (state.keeps) {
             const float by = ptx::ex2(end), both[2] = {by, by};
-            scale_rows(state, both);
-            columns_by_columns<T, KTile, VTile>(state, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
-            columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
-            show_state();
+            scale_rows(state.sums, both);
+            columns_by_columns<T, KTile, VTile>(state.sums, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
+            if (solve != nullptr)
+                columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
+            state.show(state_tile);
         }
     }
     __syncthreads();
     if (helper >= 0 && chunks > 0) finish(0);
-    if (dinitial == nullptr) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
-            if (has(n, r)) store<float, 2>(dinitial + at_state(batch * heads + head, n, r), pair);
-        }
+    if (dinitial != nullptr) state.store_to(dinitial, batch * heads + head);
 }
 
 }  // namespace rtk

@@ -67,30 +67,9 @@ __global__ void __launch_bounds__(256, 1)
     if (helper >= 0 && count > 2) fetch(1);
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const bool keeps = 16 * warp < DK;  // rows of the state
-    const int state_row = 16 * warp + lane / 4;
-    float state[kTiles][4];
-    auto at_state = [&](i64 base, int n, int r) {
-        return (base * d_k + state_row + 8 * r) * d_v + column0 + 8 * n + lane % 4 * 2;
-    };
-    auto has = [&](int n, int r) { return keeps && state_row + 8 * r < d_k && 8 * n + lane % 4 * 2 < v_columns; };
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float pair[2] = {0.0f, 0.0f};
-            if (initial != nullptr && has(n, r)) load_keep<float, 2>(initial + at_state(batch * heads + head, n, r), pair);
-            state[n][2 * r] = pair[0], state[n][2 * r + 1] = pair[1];
-        }
-    auto show_state = [&] {
-        if (!keeps) return;
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                write_pair<T, VTile>(state_tile, state_row + 8 * r, n, lane, state[n][2 * r], state[n][2 * r + 1]);
-    };
-    show_state();
+    ScannedState<T, VTile, DK> state(d_k, d_v, column0, v_columns, warp, lane);
+    state.load(initial, batch * heads + head);
+    state.show(state_tile);
 
     const int own_row = 16 * (warp % 4);
     float sums[kTiles][4];
@@ -189,22 +168,15 @@ __global__ void __launch_bounds__(256, 1)
             }
         }
         __syncthreads();
-        if (keeps) {
+        if (state.keeps) {
             const float by = ptx::ex2(end), both[2] = {by, by};
-            scale_rows(state, both);
-            columns_by_columns<T, KTile, VTile>(state, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
-            show_state();
+            scale_rows(state.sums, both);
+            columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
+            state.show(state_tile);
         }
     }
     if (helper >= 0 && chunks > 0) finish(chunks - 1);
-    if (final == nullptr) return;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float pair[2] = {state[n][2 * r], state[n][2 * r + 1]};
-            if (has(n, r)) store<float, 2>(final + at_state(batch * heads + head, n, r), pair);
-        }
+    if (final != nullptr) state.store_to(final, batch * heads + head);
 }
 
 }  // namespace rtk

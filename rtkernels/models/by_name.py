@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from rtkernels.errors import RtkError
 from rtkernels.models import attention, experts, replace
-from rtkernels.models.patch import Patcher, check_transformers
+from rtkernels.models.patch import check_transformers
+from rtkernels.models.patcher import Patcher
 from rtkernels.models.probe import Recognized
 
 _KEY = "_rtkernels_experts"  # an attribute of expert layers: the key of their forward in _forwards

@@ -23,8 +23,9 @@ from rtkernels.models import decoding, replace, reuse, served
 from rtkernels.models import fp8 as quantized
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
-from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
+from rtkernels.models.recognize import NotRecognized, Recognized
 from rtkernels.models.rope_view import is_attention, viewed
+from rtkernels.models.rotations import rope_tables
 from rtkernels.ops.attention import decode_heads
 
 Forward = Callable[..., Any]
@@ -176,6 +177,9 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
+_FUSED_ROTATIONS = ("halves", "half tables", "neighbours", "neighbour tables")
+
+
 def _attention_kind(module: nn.Module) -> Recognized:
     form = ATTENTIONS.get(form_of(replace.original_of(type(module)).forward))
     if form is None:
@@ -184,6 +188,8 @@ def _attention_kind(module: nn.Module) -> Recognized:
     names = dict(kind.options)["names"] if kind is not None and kind.kind == "rope" else ()
     if len(names) != 1:
         raise NotRecognized("its rotation was not replaced")
+    if names[0][1][0] not in _FUSED_ROTATIONS or "inverse" in names[0][1]:
+        raise NotRecognized("its rotation is none that norms and products are fused with")
     norm: tuple[str, float] | None = None
     if form.normed:
         kinds = [replace.replaced(child) for child in (module.q_norm, module.k_norm)]

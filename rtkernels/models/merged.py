@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from rtkernels.models.recognize import apply_rope, autocasts
+from rtkernels.models.recognize import autocasts
+from rtkernels.models.rotations import apply_rope
 from rtkernels.ops.rope import angles, qk_norm_rope
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling

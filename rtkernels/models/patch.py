@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,21 +17,21 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
+from rtkernels.models import gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import loss as losses
-from rtkernels.models import recognize, replace, rope_view
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
 from rtkernels.models.fused_head import restore_fused_head
 from rtkernels.models.generation import replace_generation, restore_generation
 from rtkernels.models.others import check_accelerate, check_foreign, foreign
-from rtkernels.models.patch_report import PatchReport, Site
-from rtkernels.models.probe import NotRecognized, Raised, Recognized
+from rtkernels.models.patch_report import PatchReport
+from rtkernels.models.patcher import Patcher
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _REPORT = "_rtkernels_report"
 _FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
-KINDS = ("norm", "mlp", "rope", "experts", "router", "loss", "attention", "fp8", "fused")
+KINDS = ("norm", "mlp", "rope", "experts", "mixer", "router", "loss", "attention", "fp8", "fused")
 
 
 def check_transformers() -> None:
@@ -91,114 +90,11 @@ def _first_call(model: nn.Module, args: Any) -> None:
         warnings.warn(f"rtkernels.models: {sentence}", stacklevel=2)
 
 
-_SAME = set(nn.Module().__dict__)  # attributes of every module
-_answers: dict[Hashable, Recognized | str] = {}  # shared by all models of this process
-
-
-class Patcher:
-    """One ``patch`` call. Modules of one class with equal attributes are tested once.
-
-    Test results that depend on plain values only are shared between models.
-    """
-
-    def __init__(self) -> None:
-        self.sites: list[Site] = []
-        self._own: dict[Hashable, Recognized | str] = {}
-        self._texts: dict[int, str] = {}  # configurations as text, by id
-        self._by_identity = False
-
-    def visit(
-        self, kind: str, name: str, module: nn.Module, find: Callable[[nn.Module], Recognized],
-        more: Hashable = None, by_class: bool = False,
-    ) -> None:  # fmt: skip
-        """Replace a module if ``find`` recognises it.
-
-        `more` is what the result of ``find`` depends on besides the module; such a result is not shared with other
-        models. `by_class` means that the result depends on the module's class alone.
-        """
-        answer = self.answer(kind, module, find, more, by_class)
-
-        def action() -> None:
-            replace.check_own_forward(module)
-            if isinstance(answer, str):
-                raise NotRecognized(answer)
-            replace.replace(module, answer)
-
-        self.attempt(kind, name, module, action)
-
-    def attempt(self, kind: str, name: str, module: nn.Module, action: Callable[[], None]) -> None:
-        """Run `action`, which replaces a module or a part of it, and record it or the reason why it is left alone."""
-        reason = None
-        try:
-            action()
-        except NotRecognized as error:
-            reason = str(error)
-        self.record(kind, name, module, reason)
-
-    def record(self, kind: str, name: str, module: nn.Module, reason: str | None) -> None:
-        self.sites.append(Site(kind, name, type(module).__name__, reason))
-
-    def answer(
-        self, kind: str, module: nn.Module, find: Callable[[nn.Module], Recognized], more: Hashable = None,
-        by_class: bool = False,
-    ) -> Recognized | str:  # fmt: skip
-        """Return ``find(module)``, or the message of the ``NotRecognized`` that it raises."""
-        self._by_identity = False
-        state = None if by_class else self._state(module)
-        key = (kind, type(module), _code(type(module)), state, more)
-        answers = self._own if self._by_identity or more is not None else _answers
-        if key not in answers:
-            try:
-                answers[key] = find(module)
-            except NotRecognized as error:
-                answers[key] = str(error)
-            except Exception as error:  # a module that the tests cannot handle is left alone, too
-                answers[key] = str(Raised("at all", error))
-        return answers[key]
-
-    def _state(self, module: nn.Module) -> Hashable:
-        """Return everything in which modules of one class may differ: attributes, parameter sizes, children, hooks."""
-        state = tuple((name, self._value(value)) for name, value in module.__dict__.items() if name not in _SAME)
-        tensors = (*module._parameters.items(), *module._buffers.items())
-        shapes = tuple((name, None if t is None else tuple(t.shape)) for name, t in tensors)
-        hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        children = tuple((name, self._child(child)) for name, child in module._modules.items())
-        return state, shapes, hooked, children
-
-    def _child(self, child: nn.Module | None) -> Hashable:
-        if child is not None and child._parameters:  # a projection, which is replaced by a random map
-            return type(child), *(getattr(child, name, None) for name in ("in_features", "out_features"))
-        return type(child), None if child is None else self._state(child)
-
-    def _value(self, value: Any) -> Hashable:
-        """Return a hashable form of an attribute: the text of plain values, functions and classes themselves."""
-        form: Hashable = value
-        if isinstance(value, (bool, int, float, str, type(None))):
-            form = repr(value)
-        elif isinstance(value, (tuple, list)):
-            form = tuple(map(self._value, value))
-        elif hasattr(value, "to_json_string") and not isinstance(value, type):
-            form = self._texts.get(id(value)) or f"{value.to_json_string()} {value.__dict__}"
-            self._texts[id(value)] = form
-        elif not isinstance(value, (FunctionType, type)):
-            self._by_identity, form = True, id(value)
-        return form
-
-
-def _code(cls: type) -> Hashable:
-    """Return the methods of a class and the functions its forward calls: other libraries may exchange them."""
-    classes = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    methods = tuple(f for c in classes for f in vars(c).values() if isinstance(f, FunctionType))
-    names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
-    file = getattr(cls.forward, "__globals__", {})
-    return methods, tuple(file[name] for name in names if isinstance(file.get(name), FunctionType))
-
-
 @torch.inference_mode(False)
 @torch.enable_grad()  # modules are tested with gradients, whatever mode the caller is in
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
+    experts: bool = True, mixer: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
     fp8: bool | str | Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Make a ``transformers`` model compute with rtkernels' ops. Changes this model in place, and no other.
@@ -217,6 +113,7 @@ def patch(
         loss: When training with labels, compute the loss from the hidden states and the head without storing logits.
             ``outputs.logits`` is computed when it is read.
         experts: Replace expert layers: permutation, products, gate and weighted sum.
+        mixer: Replace what linear layers of hybrid models call: short convolutions, gated delta rules, Mamba-2's SSD.
         router: Replace the scoring and selection of experts. Off by default: if two experts have equal probabilities,
             which is common in 16 bits, a different one may be selected.
         fused_layers: Fuse residual additions into norms, q/k norms with the rotation, the q, k and v projections into
@@ -240,7 +137,7 @@ def patch(
     """
     inner, recipe = _unwrapped(model), check_recipe(fp8)
     options = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss, "experts": experts, "router": router}
-    options |= {"fused_layers": fused_layers, "attention": attention, "fp8": recipe}
+    options |= {"mixer": mixer, "fused_layers": fused_layers, "attention": attention, "fp8": recipe}
     known = inner.__dict__.get(_REPORT)
     if known is not None:
         _tell(_notice_others(inner, known) or _other_options(known, options), strict)
@@ -251,8 +148,17 @@ def patch(
     for name, module in list(inner.named_modules()):
         if replace.replaced(module) is not None:
             continue
-        if norm and recognize.is_norm(module):
+        if norm and gated_norms.is_gated_norm(module):
+            patcher.visit("norm", name, module, gated_norms.recognize)
+        elif norm and modulated.is_modulated(module):
+            patcher.visit("norm", name, module, modulated.recognize)
+        elif norm and recognize.is_norm(module):
             patcher.visit("norm", name, module, recognize.norm)
+        elif mixer and mixers.is_mixer(module):
+            patcher.visit("mixer", name, module, mixers.recognize, by_class=True)
+            if replace.replaced(module) is not None:
+                for function, reason in mixers.left_alone(module).items():
+                    patcher.record("mixer", name, module, f"{function}: {reason}")
         elif experts and expert_layers.holds_experts(module):
             patcher.visit("experts", name, module, expert_layers.recognize)
         elif router and routers.is_router(module):
@@ -263,6 +169,9 @@ def patch(
             patcher.visit("rope", name, module, rope_view.recognize, more, by_class=True)
         elif mlp and recognize.is_mlp(module):
             patcher.visit("mlp", name, module, recognize.mlp)
+        elif mlp and recognize.is_activation(module) and not _is_inlined(inner, name):
+            if not isinstance(patcher.answer("mlp", module, recognize.activation), str):
+                patcher.visit("mlp", name, module, recognize.activation)
     if attention:
         patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
@@ -289,6 +198,12 @@ def patch(
         unpatch(inner)
         raise
     return result
+
+
+def _is_inlined(model: nn.Module, name: str) -> bool:
+    """Return True if a module belongs to a replaced MLP, which does not call it."""
+    parent = replace.replaced(model.get_submodule(name.rpartition(".")[0]))
+    return parent is not None and parent.kind in ("mlp", "named_mlp")
 
 
 _OPTIONS = {"fused": "fused_layers"}  # options that are not named after their kind

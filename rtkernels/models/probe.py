@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,6 +70,12 @@ def probing() -> Iterator[None]:
             torch.set_default_dtype(default)
             torch.set_float32_matmul_precision(precision)
             torch.set_rng_state(state)
+
+
+def positional(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's positional arguments."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -209,8 +216,16 @@ def check_globals(function: Any, cls: type | None = None) -> None:
         for name, value in read.items():
             if isinstance(value, FunctionType) and value.__module__ in (file, function.__module__):
                 todo.append(value)
+            elif _is_table_of_activations(value):
+                continue
             elif not isinstance(value, _FIXED) and not (callable(value) and not isinstance(value, nn.Module)):
                 raise NotRecognized(f"its forward reads {name}, a {type(value).__name__} that may change")
+
+
+def _is_table_of_activations(value: Any) -> bool:
+    """Return True for transformers' ``ACT2FN``, from which forwards take an activation by the name they hold."""
+    activations = sys.modules.get("transformers.activations")
+    return activations is not None and value is activations.ACT2FN
 
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")

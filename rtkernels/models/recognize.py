@@ -17,26 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rtkernels
 from rtkernels.models.probe import (
-    HALVES,
-    RAISED,
     LinearMap,
     NotRecognized,
-    Raised,
     Recognized,
     Trial,
-    check_globals,
     check_plain,
     difference,
     normal,
-    outcome,
     probing,
     rows_of_scales,
     twin_of,
 )
 from rtkernels.models.proof import Setting, prove, settings_for
+from rtkernels.ops.act.act import KINDS
 
 TOLERANCE = 1e-4
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
@@ -47,7 +44,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _MERGED = ("gate_up_proj", "down_proj")
 _ACTIVATION_NAME = re.compile(r"(^|_)(act|activation|silu|swish|gelu|relu|mish|glu|swiglu|sigmoid)", re.IGNORECASE)
 _MLP_NAME = re.compile(r"MLP|Mlp|FeedForward|FFN|GLU|Glu")
-ROTATIONS = ("halves", "half tables", "neighbours", "neighbour tables")
+_ACTIVATION_CLASS = re.compile(r"GELU|ReLU|SiLU|Swish|Sigmoid|Activation")
+_GATE_NAME = re.compile(r"GLU|Glu")
 
 
 def autocasts(x: Tensor) -> bool:
@@ -55,14 +53,11 @@ def autocasts(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def positional(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's positional arguments."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-
-
 def _takes_one_input(module: nn.Module) -> bool:
-    return len(inspect.signature(type(module).forward).parameters) == 2
+    """Return True if a forward needs nothing but the hidden states; diffusers' also take ``*args, **kwargs``."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return len([p for p in parameters if p.kind not in variadic]) == 2
 
 
 def _check_one_input(module: nn.Module) -> None:
@@ -88,6 +83,12 @@ def _epsilon(module: nn.Module) -> str | None:
     return next((name for name in names if isinstance(getattr(module, name, None), float)), None)
 
 
+def _small_constants(module: nn.Module) -> tuple[float, ...]:
+    """Return the numbers in the code of a forward that may be an epsilon, as in OLMo's norm."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return tuple(n for n in getattr(code, "co_consts", ()) if isinstance(n, float) and 0 < n < 1e-2)
+
+
 def norm_weight(module: nn.Module) -> Tensor | None:
     """Return the weight of a recognised norm; a buffer named weight does not count, because norms do not use it."""
     return None if "weight" in module._buffers else getattr(module, "weight", None)
@@ -108,20 +109,21 @@ def norm(module: nn.Module) -> Recognized:
     if any(p.dim() != 1 for p in given.values()):
         raise NotRecognized("its weight has more than one dimension")
     eps_name = _epsilon(module)
-    if eps_name is None:
+    numbers = () if eps_name is not None or given else _small_constants(module)
+    if eps_name is None and len(numbers) != 1:
         raise NotRecognized("it has no epsilon that is a number")
     _check_one_input(module)
     check_plain(module)
     sizes = [n for v in module.__dict__.values() for n in (v if isinstance(v, tuple) else (v,)) if type(n) is int]
     width = given["weight"].shape[0] if given else next((n for n in sizes if 1 < n <= 1 << 16), 64)
-    eps = getattr(module, eps_name)
+    eps = numbers[0] if eps_name is None else getattr(module, eps_name)
 
     def twin(w: int, dtype: torch.dtype, training: bool) -> nn.Module:
         fresh = {name: normal(w, seed=i, dtype=dtype) for i, name in enumerate(given)}
         return twin_of(module, fresh, sizes={width: w}, training=training)
 
-    candidates = []
-    for offset in (0.0, 1.0) if given else (0.0,):
+    candidates = [("layer_norm", Recognized("layer_norm", (("eps", eps), ("offset", 0.0))))] if numbers else []
+    for offset in () if numbers else (0.0, 1.0) if given else (0.0,):
         options = (("eps", eps_name), ("offset", offset))
         candidates += [(kind, Recognized(kind, options)) for kind in ("rms_norm", "layer_norm")]
     scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]], dtype=torch.float32, device="cpu")
@@ -137,12 +139,18 @@ def norm(module: nn.Module) -> Recognized:
 
 
 class Projections(NamedTuple):
-    """Names of a gated MLP's children; `up` is None if one projection gives both halves, up first with `up_first`."""
+    """Names of a gated MLP's children.
+
+    `up` is None if one projection gives both halves, up first with `up_first`; `down` is None if nothing is projected
+    behind the gate. `dropout` is called on the gated values, or on the result if it is `behind`.
+    """
 
     gate: str
     up: str | None
-    down: str
+    down: str | None
     up_first: bool = False
+    dropout: str | None = None
+    behind: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -191,6 +199,27 @@ def _projections(module: nn.Module) -> Iterator[Projections]:
             if sizes[both][1] == 2 * sizes[down][0]:
                 yield Projections(both, None, down)
                 yield Projections(both, None, down, up_first=True)
+    elif len(sizes) == 1 and _GATE_NAME.search(type(module).__name__):
+        (both,) = sizes
+        if sizes[both][1] % 2 == 0:
+            yield Projections(both, None, None)
+            yield Projections(both, None, None, up_first=True)
+
+
+def _with_dropout(module: nn.Module, found: list[Projections]) -> list[Projections]:
+    """Return the assignments with the places that a dropout among the children may have."""
+    names = [name for name, child in module._modules.items() if isinstance(child, nn.Dropout) and child.p > 0]
+    if len(names) != 1:
+        return found
+    places = [one._replace(dropout=names[0]) for one in found]
+    return places + [one._replace(behind=True) for one in places if one.down is not None]
+
+
+class _Mask(nn.Module):
+    """Replaces a dropout in a twin: fixed factors, so that the place of the dropout shows in the results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0.5, 2.0, x.shape[-1], dtype=torch.float32, device="cpu").to(x.dtype)
 
 
 @probing()
@@ -206,15 +235,20 @@ def mlp(module: nn.Module) -> Recognized:
     separate = all(name in module._modules for name in _PROJECTIONS)
     if _names_projections(module):
         found = [Projections(*_PROJECTIONS) if separate else Projections(_MERGED[0], None, _MERGED[1])]
-        kinds = [(f"glu with {act}", Recognized("mlp", (("act", act), ("separate", separate)))) for act in ACTIVATIONS]
     else:
         found = list(_projections(module))
+    places = _with_dropout(module, found)
+    dropout = places[0].dropout
+    if _names_projections(module) and dropout is None:
+        kinds = [(f"glu with {act}", Recognized("mlp", (("act", act), ("separate", separate)))) for act in ACTIVATIONS]
+    else:
         kinds = [
             (f"glu with {act}", Recognized("named_mlp", (("act", act), ("projections", names))))
             for act in ACTIVATIONS
-            for names in (found[:1] if act == "none" else found)  # without an activation, gate and up may swap
+            for names in places
+            if act != "none" or names[:4] == found[0][:4]  # without an activation, gate and up may swap
         ]
-    check_plain(module, found[0].names)
+    check_plain(module, (*found[0].names, *([] if dropout is None else [dropout])))
     widths = _widths(module, found[0])
 
     def twin(w: int, dtype: torch.dtype, training: bool) -> nn.Module:
@@ -223,6 +257,8 @@ def mlp(module: nn.Module) -> Recognized:
         for i, name in enumerate(found[0].names):
             read, gives = _features(module._modules[name]) or _default_features(name, widths)
             maps[name] = LinearMap(sizes[read], sizes[gives], 10 * i, dtype)
+        if dropout is not None:
+            maps[dropout] = _Mask()
         return twin_of(module, {}, maps, sizes, training)
 
     return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8))
@@ -235,7 +271,10 @@ def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int
 
 def _widths(module: nn.Module, found: Projections) -> tuple[int, int, int]:
     """Return the widths of the input, the gated values and the result; small ones for layers without sizes."""
-    first, last = _features(module._modules[found.gate]), _features(module._modules[found.down])
+    first = _features(module._modules[found.gate])
+    if found.down is None and first is not None:
+        return first[0], first[1] // 2, first[1] // 2
+    last = _features(module._modules[found.down or found.gate])
     if first is None or last is None:
         return 64, 96, 64
     return first[0], last[0], last[1]
@@ -267,97 +306,46 @@ def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
     ]
 
 
-# ---- rotary embeddings ----------------------------------------------------------------------------------------------
+# ---- activations ----------------------------------------------------------------------------------------------------
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Return True if a module may be an activation that the model computes in several steps, as a tanh formula."""
+    own = (*module._modules, *module._parameters, *module._buffers)
+    return not own and _ACTIVATION_CLASS.search(type(module).__name__) is not None and _takes_one_input(module)
 
 
 @probing()
-def rope(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return how a function ``(q, k, cos, sin, ...)`` rotates q and k ``[batch, heads, tokens, size]``.
-
-    The first item is one of:
-
-    - "halves": elements i and i + size / 2 are a pair; tables have each angle twice, in two halves.
-    - "half tables": the same pairs; tables have each angle once.
-    - "neighbours": elements 2i and 2i + 1 are a pair; tables have each angle twice, in two halves.
-    - "neighbour tables": the same pairs; tables have each angle in two neighbouring columns.
-
-    Further items: "partial" if tables narrower than a head leave the rest of the head alone, "mixed" if 16-bit heads
-    stay in 16 bits with fp32 tables, "tokens first" if ``unsqueeze_dim=2`` takes ``[batch, tokens, heads, size]``.
+def activation(module: nn.Module) -> Recognized:
+    """Return which activation of ``act`` a module computes in more than one step.
 
     Raises:
-        NotRecognized: The rotation is none of these.
+        NotRecognized: It computes none of them, or torch computes it in one step already.
     """
-    names = positional(function)
-    if names[:4] != ["q", "k", "cos", "sin"]:
-        raise NotRecognized(f"its arguments are {', '.join(names)}; expected q, k, cos, sin")
-    check_globals(function)
-    screen = {form: _may_rotate_otherwise(function, form, gradients=False) for form in ROTATIONS}
-    whole = [form for form, found in screen.items() if not found]
-    if all(found.startswith(RAISED) for found in screen.values()):
-        raise NotRecognized(screen["halves"])
-    if len(whole) != 1:
-        raise NotRecognized("it rotates in no way of ours" if not whole else "it rotates in more than one way")
-    for setting in ({}, {"size": 32}, {"size": 24, "tokens": 67}, *({"dtype": dtype} for dtype in HALVES)):
-        if found := _rotates_otherwise(function, whole[0], **setting):
-            raise NotRecognized(f"it rotates in no way of ours: like {whole[0]}, but with {found}")
-    optional = {
-        "partial": {"rotary": 8},
-        "mixed": {"dtype": torch.bfloat16, "table": torch.float32},
-        "tokens first": {"options": {"unsqueeze_dim": 2}},
-    }
-    more = [name for name, setting in optional.items() if not _may_rotate_otherwise(function, whole[0], **setting)]
-    return (whole[0], *more)
+    check_plain(module)
+    width = 64
+
+    def twin(w: int, dtype: torch.dtype, training: bool) -> nn.Module:
+        return twin_of(module, {}, training=training)
+
+    own, x, steps = twin(width, torch.float32, False), normal(2, width), _Steps()
+    with steps, torch.no_grad():
+        type(module).forward(own, x)
+    if steps.count < 2:
+        raise NotRecognized("torch computes it in one step")
+    kinds = [(f"act with {kind}", Recognized("activation", (("act", kind),))) for kind in KINDS]
+    # Rows of three elements may all be negative, where the model's formula cancels and has no correct digits.
+    settings = [s for s in settings_for(width, 1e8) if len(s.trial(width).leaves[0].shape) != 4]
+    return prove(module, width, kinds, twin, settings)
 
 
-def _may_rotate_otherwise(function: Callable[..., Any], form: str, **setting: Any) -> str:
-    try:
-        return _rotates_otherwise(function, form, **setting)
-    except Raised as error:
-        return str(error)
+class _Steps(TorchDispatchMode):
+    """Counts the operators that are called."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
-def _rotates_otherwise(
-    function: Callable[..., Any], form: str, size: int = 16, rotary: int | None = None, tokens: int = 5,
-    dtype: torch.dtype = torch.float32, table: torch.dtype | None = None, options: dict[str, Any] | None = None,
-    gradients: bool = True,
-) -> str:  # fmt: skip
-    """Return how a function differs from our rotation, "" if it does not."""
-    half = normal(2, tokens, (rotary or size) // 2, seed=5) * 3
-    angles = half if form == "half tables" else torch.cat([half, half], -1)
-    angles = half.repeat_interleave(2, -1) if form == "neighbour tables" else angles
-    tables = {"cos": angles.cos().to(table or dtype), "sin": angles.sin().to(table or dtype)}
-    first = bool(options)
-    shapes = [(2, tokens, heads, size) for heads in (3, 1)]
-    leaves = tuple(normal(*shape, seed=3 + i, dtype=dtype) * 3 for i, shape in enumerate(shapes))
-
-    def arguments(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return (q, k) if first else (q.transpose(1, 2), k.transpose(1, 2))
-
-    where = f"for heads of {size}" if dtype == torch.float32 else f"in {str(dtype)[6:]}"
-    ours = partial(apply_rope, form=form, layout="bshd" if first else "bhsd", **tables)
-    theirs = partial(function, **tables, **(options or {}))
-    trial = Trial(where, leaves, arguments, gradients)
-    if found := difference(ours, theirs, trial):
-        return found
-    plain = trial._replace(gradients=False)
-    with torch.no_grad():
-        without = outcome(theirs, plain, ())
-    same = all(torch.equal(a, b) for a, b in zip(without, outcome(theirs, plain, ()), strict=True))
-    return "" if same else "other results without gradients"
-
-
-def apply_rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, layout: str = "bhsd", **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Rotate q and k with our op, in a form returned by :func:`rope`. `options` are passed to the op."""
-    cos, sin, pairs = rope_tables(q.shape[-1], cos, sin, form)
-    return rtkernels.rope(q, cos, sin, k=k, layout=layout, **pairs, **options)
-
-
-def rope_tables(size: int, cos: Tensor, sin: Tensor, form: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return the tables that our ops take for heads of a size, with the options `rotary` and `interleaved`."""
-    rotary = 2 * cos.shape[-1] if form == "half tables" else cos.shape[-1]
-    if form == "neighbours":
-        cos, sin = cos[..., : rotary // 2], sin[..., : rotary // 2]
-    whole = None if rotary == size else rotary
-    return cos, sin, {"rotary": whole, "interleaved": form in ("neighbours", "neighbour tables")}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))

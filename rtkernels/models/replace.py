@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models.merged import has_watched_child, is_plain
-from rtkernels.models.probe import NotRecognized, Recognized
-from rtkernels.models.recognize import Projections, autocasts, norm_weight, positional
+from rtkernels.models.probe import NotRecognized, Recognized, positional
+from rtkernels.models.recognize import Projections, autocasts, norm_weight
 from rtkernels.models.reuse import glu, may_hand_on, norm_and_input, project
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -164,8 +164,9 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     return forward
 
 
-def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
+def _layer_norm(original: type[nn.Module], eps: str | float, offset: float) -> Forward:
     own, name = original.forward, _input_name(original)
+    number = eps if isinstance(eps, float) else None  # written into the model's code
 
     def forward(self, hidden_states=None, **named):
         if named:
@@ -173,7 +174,8 @@ def _layer_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
         weight, bias = norm_weight(self), getattr(self, "bias", None)
         if not _fits(hidden_states, weight):
             return own(self, hidden_states)
-        return rtkernels.layer_norm(hidden_states, weight, bias, eps=getattr(self, eps), offset=offset)
+        small = getattr(self, eps) if number is None else number
+        return rtkernels.layer_norm(hidden_states, weight, bias, eps=small, offset=offset)
 
     return forward
 
@@ -184,25 +186,56 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
 
 
 def _named_mlp(original: type[nn.Module], act: str, projections: Projections) -> Forward:
-    own, name, names = original.forward, _input_name(original), projections.names
-    first, last = names[:-1], names[-1]
+    own, name, names, dropout = original.forward, _input_name(original), projections.names, projections.dropout
+    first = names if projections.down is None else names[:-1]
+    called = names if dropout is None else (*names, dropout)
+
+    def forward(self, x=None, *args, **named):
+        if args or (named and (x is not None or set(named) != {name})):
+            return own(self, *(() if x is None else (x,)), *args, **named)
+        x = named.get(name, x)
+        if isinstance(x, Tensor) and x.dtype not in _FLOATS:
+            return own(self, x)
+        if has_watched_child(self, called):
+            return own(self, x)
+        linears = [self._modules[child] for child in first]
+        down = None if projections.down is None else self._modules[projections.down]
+        if _is_cast(x, down):
+            return own(self, x)
+        inputs = [linear(x) for linear in linears]
+        if projections.up_first:
+            inputs = list(reversed(inputs[0].chunk(2, -1)))
+        if down is None:
+            return rtkernels.glu(*inputs, act=act)
+        if not all(is_plain(linear) for linear in linears) or dropout is not None:
+            gated = rtkernels.glu(*inputs, act=act)
+            if dropout is None:
+                return down(gated)
+            drop = self._modules[dropout]
+            return drop(down(gated)) if projections.behind else down(drop(gated))
+        return project(down, glu(*inputs, act=act))
+
+    return forward
+
+
+def _activation(original: type[nn.Module], act: str) -> Forward:
+    own, name = original.forward, _input_name(original)
 
     def forward(self, x=None, **named):
         if named:
             x = _input_of(x, named, name)
-        if isinstance(x, Tensor) and x.dtype not in _FLOATS:
+        if not _fits(x, None):
             return own(self, x)
-        if has_watched_child(self, names):
-            return own(self, x)
-        linears, down = [self._modules[child] for child in first], self._modules[last]
-        inputs = [linear(x) for linear in linears]
-        if projections.up_first:
-            inputs = list(reversed(inputs[0].chunk(2, -1)))
-        if not all(is_plain(linear) for linear in linears):
-            return down(rtkernels.glu(*inputs, act=act))
-        return project(down, glu(*inputs, act=act))
+        return rtkernels.act(x, act)
 
     return forward
+
+
+def _is_cast(x: Any, down: nn.Module | None) -> bool:
+    """Return True if a 16-bit model keeps the last projection in fp32, as T5 does, and converts what it reads."""
+    weight = getattr(down, "weight", None)
+    both = isinstance(x, Tensor) and isinstance(weight, Tensor)
+    return both and weight.dtype == torch.float32 and x.dtype != torch.float32 and not autocasts(x)
 
 
 def _attention(original: type[nn.Module], names: tuple[tuple[str, tuple[str, ...]], ...]) -> Forward:
@@ -216,6 +249,7 @@ _FORWARDS: dict[str, Callable[..., Forward]] = {
     "layer_norm": _layer_norm,
     "mlp": _mlp,
     "named_mlp": _named_mlp,
+    "activation": _activation,
     "rope": _attention,
 }
 

@@ -7,6 +7,7 @@ Dynamo looks up globals by the module's name, so the view is in ``sys.modules``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -18,9 +19,12 @@ import torch
 from torch import nn
 
 from rtkernels.models.probe import NotRecognized, Recognized
-from rtkernels.models.recognize import apply_rope, autocasts, positional, rope
+from rtkernels.models.recognize import autocasts
+from rtkernels.models.rotations import LAYOUTS, apply_rope, arguments_of, columns_per_angle, rope
 
 _NAME = re.compile(r"apply\w*(rotary|rope)")
+# Dimensions of the tensors and of the tables in each layout.
+_DIMENSIONS = {"bhsd": (4, 3), "bshd": (4, 3), "packed": (3, 2), "bhsd shared": (4, 2), "bshd shared": (4, 2)}
 _views: dict[tuple[str, tuple[Any, ...]], types.ModuleType] = {}
 
 
@@ -64,9 +68,14 @@ def recognize(module: nn.Module) -> Recognized:
     return Recognized("rope", (("names", tuple(names)),))
 
 
-def viewed(forward: types.FunctionType, names: dict[str, tuple[str, ...]]) -> types.FunctionType:
-    """Return a function with the code of `forward` in which the named globals are our rotations."""
-    view = _view(forward.__globals__, names)
+def viewed(
+    forward: types.FunctionType, names: dict[str, tuple[str, ...]], make: Callable[..., Any] | None = None
+) -> types.FunctionType:
+    """Return a function with the code of `forward` in which the named globals are our rotations.
+
+    `make`, if given, makes another function of a global and what belongs to its name.
+    """
+    view = _view(forward.__globals__, names, make or _rotation)
     copy = types.FunctionType(
         forward.__code__, view.__dict__, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -75,24 +84,27 @@ def viewed(forward: types.FunctionType, names: dict[str, tuple[str, ...]]) -> ty
     return copy
 
 
-def _view(names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]]) -> types.ModuleType:
-    file, key = names_of_file["__name__"], tuple(sorted(names.items()))
+def _view(
+    names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]], make: Callable[..., Any]
+) -> types.ModuleType:
+    file, key = names_of_file["__name__"], (make, *sorted(names.items()))
     if (file, key) not in _views:
         view = types.ModuleType(f"rtkernels_view_{len(_views)}_{file.replace('.', '_')}")
         kept = {"__name__": view.__name__, "__loader__": None, "__spec__": None}
         view.__dict__.update({**names_of_file, **kept})
         for name, forms in names.items():
-            setattr(view, name, _rotation(names_of_file[name], forms))
+            setattr(view, name, make(names_of_file[name], forms))
         sys.modules[view.__name__] = view
         _views[file, key] = view
     return _views[file, key]
 
 
 def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[..., Any]:
-    form, partial, mixed, tokens_first = forms[0], *(name in forms for name in ("partial", "mixed", "tokens first"))
-    factor = 2 if form == "half tables" else 1
-
-    names = positional(original)[:4]
+    form, arguments = forms[0], arguments_of(original)
+    names, tensors = arguments.names, len(arguments.tensors)
+    factor, options = columns_per_angle(form), {"inverse": "inverse" in forms}
+    partial, last, mixed, prefix = (name in forms for name in ("partial", "last", "mixed", "prefix"))
+    layouts = {_DIMENSIONS[name]: name[:4] for name in reversed(LAYOUTS) if name in forms}
     default = inspect.signature(original).parameters.get("unsqueeze_dim")
     usual = 1 if default is None else default.default
 
@@ -101,33 +113,51 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
         given = dict(zip(names, args, strict=False))  # the original may take more or fewer arguments
         given.update((name, value) for name, value in kwargs.items() if name in names)
         more = {name: value for name, value in kwargs.items() if name not in names}
-        if not _fits(args, given, more):
+        if len(args) > len(names) or any(name != "unsqueeze_dim" for name in more):
             return original(*args, **kwargs)
-        q, k, cos, sin = [given[name] for name in names]
-        if more.get("unsqueeze_dim", usual) == 2:
-            return apply_rope(q, k, cos, sin, form, layout="bshd")
-        if q.stride(1) < q.stride(2):  # views of [batch, tokens, heads, size]: keep their layout
-            q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, form, layout="bshd")
-            return q.transpose(1, 2), k.transpose(1, 2)
-        return apply_rope(q, k, cos, sin, form)
+        *heads, cos, sin = _tensors(given)
+        layout = None if cos is None else _layout(heads, cos, more.get("unsqueeze_dim", usual))
+        if layout is None or not _fits(heads, cos, sin, layout):
+            return original(*args, **kwargs)
+        rotate = functools.partial(apply_rope, cos=cos, sin=sin, form=form, **options)
+        if last:
+            rotate = functools.partial(rotate, last=True)
+        heads = heads if tensors == 2 else [*heads, None]
+        if layout == "bhsd" and heads[0].stride(1) < heads[0].stride(2):  # views of [batch, tokens, heads, size]
+            found = rotate(*(None if t is None else t.transpose(1, 2) for t in heads), layout="bshd")
+            return tuple(t.transpose(1, 2) for t in found) if tensors == 2 else found.transpose(1, 2)
+        return rotate(*heads, layout=layout)
 
-    def _fits(args, given, more) -> bool:
-        if len(args) > 4 or len(given) != 4:
-            return False
-        q, k, cos, sin = [given[name] for name in names]
-        if not all(isinstance(t, torch.Tensor) for t in (q, k, cos, sin)):
-            return False
-        rotary = factor * cos.shape[-1]
-        dim = more.get("unsqueeze_dim", usual)
+    def _tensors(given) -> list[Any]:
+        """Return the tensors, and cosines and sines; None for these if something is missing."""
+        values = [given.get(name) for name in names]
+        if not all(isinstance(t, torch.Tensor) for t in values):
+            return [None, None]
+        if len(values) == tensors + 1:
+            whole = values.pop()
+            return [*values, whole.real, whole.imag] if whole.dtype == torch.complex64 else [None, None]
+        return values if names[-1] == "sin" else [*values[:-2], values[-1], values[-2]]
+
+    def _layout(heads, cos, dim) -> str | None:
+        if any(t.dim() != heads[0].dim() for t in heads):
+            return None
+        key = heads[0].dim(), cos.dim()
+        if dim == usual:
+            return layouts.get(key)
+        return "bshd" if dim == 2 and key == (4, 3) and "tokens first" in forms else None
+
+    def _fits(heads, cos, sin, layout) -> bool:
+        q, rotary = heads[0], factor * cos.shape[-1]
+        axis = {"bhsd": -2, "bshd": -3, "pack": 0}[layout]
+        tokens = q.shape[axis]
         return (
-            q.dim() == 4
-            and k.dim() == 4
-            and all(name == "unsqueeze_dim" for name in more)
-            and (dim == 1 or (tokens_first and dim == 2))
-            and cos.dim() == 3
+            cos.shape == sin.shape
+            and heads[-1].shape[axis] == tokens
+            and (cos.shape[-2] == tokens or (prefix and cos.shape[-2] < tokens))
+            and (cos.dim() == 2 or cos.shape[0] in (1, q.shape[0]))
             and not (cos.requires_grad or sin.requires_grad)
             and (cos.dtype == q.dtype or (cos.dtype == torch.float32 and (mixed or autocasts(q))))
-            and (rotary == q.shape[-1] or (partial and rotary < q.shape[-1]))
+            and (rotary == q.shape[-1] or ((partial or last) and rotary < q.shape[-1]))
         )
 
     return apply_rotary_pos_emb

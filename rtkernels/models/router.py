@@ -27,10 +27,11 @@ from rtkernels.models.probe import (
     check_pure,
     difference,
     normal,
+    positional,
     probing,
     twin_of,
 )
-from rtkernels.models.recognize import TOLERANCE, positional
+from rtkernels.models.recognize import TOLERANCE
 
 _CORRECTION = "e_score_correction_bias"
 _TOKENS = 33

@@ -33,6 +33,12 @@ WITHOUT_RECORD = {
     "gated_delta_rule_bwd 8x4096 16/32 heads of 128",
     "gated_delta_rule_fwd 1x32768 2/8 heads of 128",
     "gated_delta_rule_step 128 sequences, 16/32 heads of 128",
+    *(
+        f"ssd_{way} {shape} groups of 128"
+        for way in ("fwd", "bwd")
+        for shape in ("1x8192 128 heads of 64, 8", "1x8192 128 heads of 64, 1", "8x4096 64 heads of 64, 1")
+    ),
+    "ssd_step 128 sequences, 128 heads of 64, 8 groups of 128",
     "linear_divergence 8192x4096x8192x151936",
     "linear_logprob 2048x7168x129280",
     "linear_logprob 256x4096x151936",

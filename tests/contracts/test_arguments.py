@@ -257,6 +257,12 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "gated_delta_rule_step": lambda **n: rtkernels.gated_delta_rule_step(
         *_heads(1, 2, 16), torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2, 16, 16), **n
     ),
+    "ssd": lambda **n: rtkernels.ssd(
+        *(_heads(1, 4, 2, 16)[0], torch.ones(1, 4, 2), -torch.ones(2)), *_heads(1, 4, 2, 16)[1:], **n
+    ),
+    "ssd_step": lambda **n: rtkernels.ssd_step(
+        *(_heads(1, 2, 16)[0], torch.ones(1, 2), -torch.ones(2)), *_heads(1, 2, 16)[1:], torch.zeros(1, 2, 16, 16), **n
+    ),
     "causal_conv1d": lambda **n: rtkernels.causal_conv1d(torch.ones(1, 4, 8), torch.ones(8, 4), **n),
     "causal_conv1d_step": lambda **n: rtkernels.causal_conv1d_step(
         torch.ones(1, 8), torch.ones(8, 4), None, torch.zeros(1, 8, 4), **n

@@ -35,7 +35,7 @@ FAMILIES = {
     "loss": {"reduce", "gemm"},
     "router": {"norm", "quant", "gemm"},
     "gemm": {"quant", "layout", "act"},
-    "attention": {"gemm", "norm", "rope"},
+    "attention": {"gemm", "norm", "reduce", "rope"},
 }
 # Families without public functions: behind torch's operators, tested in tests/aten, timed by ``python -m bench aten``.
 ATEN_ONLY = {"scan", "sort", "random", "window"}

@@ -58,7 +58,7 @@ HAVE_THEIR_OWN = {
 WITHOUT_OUT = {"append_kv_cache", "moe_index", "moe_rows", "check_labels", "tensor_list", "fp8_weight"}
 WITHOUT_OUT |= {"rope_table", "nvfp4_scale_bytes"}
 OTHER_KERNEL = {"glu"}  # which has one for the options of inference
-CHANGES_ITS_STATE = {"lightning_attention_step", "gated_delta_rule_step", "causal_conv1d_step"}
+CHANGES_ITS_STATE = {"lightning_attention_step", "gated_delta_rule_step", "causal_conv1d_step", "ssd_step"}
 
 NAMES = sorted(
     name

@@ -79,10 +79,7 @@ def test_as_many_experts_as_columns() -> None:
 
 def test_candidates_by_role_are_reported() -> None:
     report = models.patch(build("llama4_text"))
-    assert {(site.kind, site.module) for site in report.left_alone} == {
-        ("rope", "Llama4TextAttention"),
-        ("experts", "Llama4TextExperts"),
-    }
+    assert {(site.kind, site.module) for site in report.left_alone} == {("experts", "Llama4TextExperts")}
     with pytest.raises(rtkernels.errors.RtkError, match="Llama4TextExperts"):
         models.patch(build("llama4_text"), strict=True)
     assert models.patch(build("lfm2")).replaced["mlp"] == 2
@@ -94,8 +91,12 @@ def test_t5_feed_forward_is_a_candidate() -> None:
 
     options = {"d_model": 64, "d_ff": 96, "feed_forward_proj": "gated-gelu"}
     plain, dropping = (T5DenseGatedActDense(T5Config(**options, dropout_rate=rate)) for rate in (0.0, 0.1))
+    x = torch.randn(2, 5, 64)
+    wanted = dropping.eval()(x)
     report = models.patch(nn.Sequential(plain, dropping), loss=False)
-    assert [site.reason for site in report.sites if site.kind == "mlp"] == [None, "it has a dropout"]
+    assert [site.reason for site in report.sites if site.kind == "mlp"] == [None, None]
+    torch.testing.assert_close(dropping(x), wanted)
+    assert bool((dropping.train()(x) - wanted).abs().max() > 0.01)
 
 
 # ---- routers --------------------------------------------------------------------------------------------------------

@@ -57,7 +57,87 @@ class UpFirst(nn.Module):
         return self.fc2(both[..., : self.width] * F.silu(both[..., self.width :]))
 
 
-@pytest.mark.parametrize("cls", [Mlp, Lfm, T5, Merged, UpFirst])
+class GEGLU(nn.Module):
+    """As in diffusers: nothing behind the gate, and arguments that are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, 2 * INNER)
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        up, gate = self.proj(hidden_states).chunk(2, -1)
+        return up * F.gelu(gate)
+
+
+class DropoutAfter(Mlp):
+    """A dropout that has not dropped out yet: in evaluation it does nothing."""
+
+    names = ("wi_0", "wi_1", "wo")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class DropoutBetween(DropoutAfter):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(self.dropout(self.act_fn(gate(x)) * up(x)))
+
+
+def test_dropout_of_an_mlp_is_kept() -> None:
+    for cls in (DropoutAfter, DropoutBetween):
+        module = randomized(cls()).train()
+        x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+        torch.manual_seed(3)
+        wanted = module(x)
+        assert patched(module).replaced["mlp"] == 1
+        torch.manual_seed(3)
+        torch.testing.assert_close(module(x), wanted, rtol=1e-5, atol=1e-5)
+        assert (module(x) - wanted).abs().max() > 0.1  # other elements
+
+
+def test_mlp_with_arguments_that_are_ignored() -> None:
+    module = randomized(GEGLU())
+    x = torch.randn(3, WIDTH)
+    wanted = module(x)
+    assert patched(module).replaced["mlp"] == 1
+    for got in (module(x), module(x, 1.0), module(hidden_states=x), module(x, scale=2.0)):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_mlp_that_keeps_its_last_projection_in_fp32() -> None:
+    class Kept(Mlp):
+        names = ("wi_0", "wi_1", "wo")
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up, down = (getattr(self, name) for name in self.names)
+            return down((self.act_fn(gate(x)) * up(x)).to(down.weight.dtype))
+
+    module = randomized(Kept()).bfloat16()
+    module.wo.float()
+    x = torch.randn(3, WIDTH).bfloat16()
+    wanted = module(x)
+    assert patched(module).replaced["mlp"] == 1
+    assert torch.equal(module(x), wanted)
+
+
+class TwoDropouts(DropoutBetween):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Dropout(0.1)
+
+
+class DropoutOfInput(DropoutAfter):
+    def forward(self, x: Tensor) -> Tensor:
+        return Mlp.forward(self, self.dropout(x))
+
+
+@pytest.mark.parametrize("cls", [Mlp, Lfm, T5, Merged, UpFirst, GEGLU, DropoutAfter, DropoutBetween])
 def test_mlp(cls: type[nn.Module]) -> None:
     module = randomized(cls())
     x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -105,15 +185,6 @@ class MlpResidual(Mlp):
 class DropoutBehind(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.1, self.training)
-
-
-class DropoutChild(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(super().forward(x))
 
 
 class BiasOfUp(Mlp):
@@ -179,7 +250,8 @@ REFUSED_MLPS = {
     ScaledBehind: "none of our ops",
     MlpResidual: "none of our ops",
     DropoutBehind: "it draws random numbers",
-    DropoutChild: "it has a dropout",
+    TwoDropouts: "it has a dropout",
+    DropoutOfInput: "it computes none of our ops",
     BiasOfUp: "it has parameters beside those of its projections",
     UpTwice: "none of our ops",
     ByWeight: "none of our ops",
@@ -220,3 +292,40 @@ def test_a_hook_of_the_activation_runs_after_patch() -> None:
     module.act_fn.register_forward_hook(lambda m, args, y: seen.append(y.shape))
     module(torch.randn(2, WIDTH))
     assert seen == [(2, INNER)]
+
+
+class Plain(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, INNER), act, nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class TanhGELU(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return 0.5 * input * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (input + 0.044715 * input.pow(3))))
+
+
+class ReLUSquared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+class ScaledActivation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square() * 1.01
+
+
+def test_activations_of_several_steps() -> None:
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    for act, replaced in ((TanhGELU(), 1), (ReLUSquared(), 1), (ScaledActivation(), 0), (nn.GELU(), 0)):
+        module = randomized(Plain(act))
+        wanted = run(module, x)
+        report = patched(module)
+        assert (report.replaced["mlp"], len(report.left_alone)) == (replaced, 0), report
+        check_same(run(module, x), wanted, 1e-5)
+    gated = Mlp()
+    gated.act_fn = ReLUSquared()
+    assert [site.name for site in patched(gated).sites] == ["0"]

@@ -50,6 +50,10 @@ def apply_rotary_long(q, k, cos, sin, unsqueeze_dim=1):
     return (q * 2, k) if q.shape[2] > 64 else (q, k)
 
 
+def apply_rotary_unknown(a, b, c, d):
+    return apply_rotary_true(a, b, c, d)
+
+
 def apply_rotary_complex(xq, xk, freqs_cis):
     return xq, xk
 
@@ -112,6 +116,11 @@ class OtherArguments(Attention):
         return apply_rotary_complex(q, k, torch.complex(cos, sin))
 
 
+class UnknownArguments(Attention):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_unknown(q, k, cos, sin)
+
+
 class Method(Attention):
     def _apply_rotary(self, q, k, cos, sin):
         return q, k
@@ -149,12 +158,12 @@ def test_rotation_is_called_in_every_form() -> None:
 
 REFUSED_ROTATIONS = {
     OnlyQ: "no way of ours",
-    Back: "no way of ours",
     KeysDetached: "like halves, but with other gradients of its input",
     ScaledByGlobal: "reads SCALE, a float that may change",
     QueriesOverwritten: "it changes its input in place",
     LongOnes: "like halves, but with other results",
-    OtherArguments: "its arguments are xq, xk, freqs_cis; expected q, k, cos, sin",
+    OtherArguments: "no way of ours",
+    UnknownArguments: "its arguments are a, b, c, d; expected q, k, cos, sin, or one tensor, or a complex table",
     Method: "_apply_rotary is no global of its file",
 }
 
@@ -162,3 +171,113 @@ REFUSED_ROTATIONS = {
 @pytest.mark.parametrize("cls", REFUSED_ROTATIONS, ids=lambda cls: cls.__name__)
 def test_rotation_look_alike(cls: type[nn.Module]) -> None:
     refused(cls(), REFUSED_ROTATIONS[cls], "rope")
+
+
+def _neighbours_turned(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x[..., ::2], x[..., 1::2]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def apply_rotary_to_halves(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    half = cos.shape[-1] // 2
+    cos, sin = (t[..., :half].unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    return tuple(torch.cat(_neighbours_turned(x, cos, sin), -1) for x in (q, k))
+
+
+def apply_rotary_vision(q, k, cos, sin):
+    return _turned(q, cos, sin, -2), _turned(k, cos, sin, -2)
+
+
+def apply_rotary_single(x, cos, sin, unsqueeze_dim=1):
+    return _turned(x, cos, sin, unsqueeze_dim)
+
+
+def apply_rotary_last(x, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    part = torch.stack(_neighbours_turned(x[..., start:], cos, sin), -1).flatten(-2)
+    return torch.cat((x[..., :start], part), -1)
+
+
+def apply_rotary_cis(xq, xk, freqs_cis):
+    def turned(x: Tensor) -> Tensor:
+        whole = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * freqs_cis[:, :, None]
+        return torch.view_as_real(whole).flatten(-2).type_as(x)
+
+    return turned(xq), turned(xk)
+
+
+def apply_rotary_patches(q, k, cos, sin):
+    prefix = q.shape[-2] - cos.shape[-2]
+    return tuple(torch.cat((x[..., :prefix, :], _turned(x[..., prefix:, :], cos, sin, 0)), -2) for x in (q, k))
+
+
+class ToHalves(Attention):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_to_halves(q, k, cos, sin)
+
+
+class Vision(Attention):
+    def forward(self, q, k, cos, sin):
+        q, k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
+        return apply_rotary_vision(q, k, cos.flatten(0, 1), sin.flatten(0, 1))
+
+
+class Single(Attention):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_single(q, cos, sin), apply_rotary_single(k, cos=cos, sin=sin)
+
+
+class Last(Attention):
+    def forward(self, q, k, cos, sin):
+        cos, sin = cos[..., :3], sin[..., :3]
+        return apply_rotary_last(q, cos, sin), apply_rotary_last(k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+
+
+class Complex(Attention):
+    def forward(self, q, k, cos, sin):
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return apply_rotary_cis(q, k, torch.complex(cos.detach()[..., :8], sin[..., :8]))
+
+
+class Patches(Attention):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_patches(q, k, cos[0, 2:], sin[0, 2:])
+
+
+class UnlikeLast(Last):
+    """Tables that do not belong to a call: of another length, in fp32 for bf16."""
+
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_single(q, cos[:, :1], sin[:, :1]), apply_rotary_single(k.bfloat16(), cos, sin)
+
+
+@pytest.mark.parametrize("cls", [ToHalves, Vision, Single, Last, Complex, Patches, Back, UnlikeLast])
+def test_rotation_of_another_form(cls: type[nn.Module]) -> None:
+    module = cls()
+    q, k = (torch.randn(2, heads, 5, 16, requires_grad=True) for heads in (3, 1))
+    angles = torch.randn(2, 5, 8).repeat(1, 1, 2)
+    wanted = module(q, k, angles.cos(), angles.sin())
+    assert patched(module).replaced["rope"] == 1
+    got = module(q, k, angles.cos(), angles.sin())
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    grads = [torch.autograd.grad(sum(t.square().sum() for t in found), (q, k)) for found in (got, wanted)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def apply_rotary_to_other_halves(q, k, cos, sin):
+    half = cos.shape[-1] // 2
+    cos, sin = (t[..., :half].unsqueeze(1) for t in (cos, sin))
+    return tuple(torch.cat(_neighbours_turned(x, cos, sin)[::-1], -1) for x in (q, k))
+
+
+class ToOtherHalves(Attention):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_to_other_halves(q, k, cos, sin)
+
+
+def test_rotation_into_another_order_is_left_alone() -> None:
+    refused(ToOtherHalves(), "no way of ours", "rope")

@@ -267,3 +267,31 @@ def test_a_norm_called_by_name() -> None:
     torch.testing.assert_close(module(input=x), wanted)
     with pytest.raises(TypeError, match="forward"):
         module(x, other=1)
+
+
+class WithoutWeight(nn.Module):
+    """As OLMo's norm: no parameters, and an epsilon in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized_shape = (WIDTH,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x.float(), self.normalized_shape, None, None, eps=1e-5).to(x.dtype)
+
+
+class NormWithoutWeight(WithoutWeight):
+    pass
+
+
+class NormLikeWithoutWeight(WithoutWeight):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x.float(), self.normalized_shape, None, None, eps=1e-5).to(x.dtype) * 1.01
+
+
+def test_norm_without_parameters() -> None:
+    module, x = NormWithoutWeight(), torch.randn(3, WIDTH)
+    wanted = run(module, x)
+    assert patched(module).replaced["norm"] == 1
+    check_same(run(module, x), wanted, 1e-5)
+    refused(NormLikeWithoutWeight(), "none of our ops", "norm", x)

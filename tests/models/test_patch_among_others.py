@@ -210,7 +210,7 @@ MODES: dict[str, Callable[[], Any]] = {
 def test_the_modes_of_the_caller_change_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = build("qwen3_moe", num_hidden_layers=1), build("qwen3_moe", num_hidden_layers=1)
     wanted = models.patch(plain, router=True)
-    monkeypatch.setattr(import_module("rtkernels.models.patch"), "_answers", {})  # modules are tested again
+    monkeypatch.setattr(import_module("rtkernels.models.patcher"), "_answers", {})  # modules are tested again
     state, before = torch.get_rng_state(), torch.get_default_dtype()
     with MODES[mode]():
         during = torch.get_default_dtype()

@@ -254,7 +254,7 @@ def test_results_are_written_where_a_copy_would_bring_them(place: str) -> None:
 
 
 ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "recent")]
-IN_PLACE = ("embedding_grad_", "lightning_attention_step", "gated_delta_rule_step", "causal_conv1d_step")
+IN_PLACE = ("embedding_grad_", "lightning_attention_step", "gated_delta_rule_step", "causal_conv1d_step", "ssd_step")
 
 
 @pytest.mark.gpu

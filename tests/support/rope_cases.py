@@ -123,6 +123,16 @@ CASES: dict[str, Callable[[Maker], dict[str, Any]]] = {
     "sections_tables": lambda m: {"x": m.normal(2, 5, 3, 64), **m.angles(3, 2, 5, 32), "sections": (8, 12, 12)},
     "mscale": lambda m: {"x": m.normal(2, 5, 3, 64), **m.angles(5, 32), "mscale": 1.37},
     "mscale_odd": lambda m: {"x": m.normal(2, 5, 3, 10), **m.angles(5, 5), "mscale": 0.5},
+    "to_halves": lambda m: {
+        "x": m.normal(2, 5, 3, 64), "k": m.normal(2, 5, 1, 64), **m.angles(5, 32), "interleaved": True,
+        "output_interleaved": False,
+    },
+    "to_halves_odd": lambda m: {
+        "x": m.normal(2, 5, 3, 27), **m.angles(5, 14), "rotary": 14, "interleaved": True, "output_interleaved": False
+    },
+    "to_neighbours": lambda m: {"x": m.normal(2, 5, 3, 64), **m.angles(5, 32), "output_interleaved": True},
+    "last_part": lambda m: {"x": m.normal(2, 5, 3, 64), **m.angles(5, 16), "rotary_start": 32, "interleaved": True},
+    "inner_part": lambda m: {"x": m.normal(2, 5, 3, 29), **m.angles(5, 5), "rotary_start": 3, "rotary": 10},
     "no_tokens": lambda m: {"x": m.normal(2, 0, 3, 64), **m.angles(5, 32)},
     "no_heads": lambda m: {"x": m.normal(2, 3, 0, 64), "k": m.normal(2, 3, 0, 64), **m.angles(5, 32)},
 }  # fmt: skip

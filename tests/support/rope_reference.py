@@ -89,7 +89,8 @@ def rotated(x: Tensor, found: list[Tensor], first: int = 0, adjacent_in: bool = 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
     """The public function for one tensor; fp64 in, fp64 out."""
     layout, adjacent = options.get("layout", "bshd"), options.get("interleaved", False)
+    first, after = options.get("rotary_start", 0), options.get("output_interleaved", adjacent)
     heads = to_bshd(x, layout)
-    half = (options.get("rotary") or x.shape[-1]) // 2
-    found = tables(cos, sin, heads.shape[0], heads.shape[1], half, adjacent, options)
-    return from_bshd(rotated(heads, found, 0, adjacent, adjacent), layout, x.dim() == 3)
+    half = (options.get("rotary") or x.shape[-1] - first) // 2
+    found = tables(cos, sin, heads.shape[0], heads.shape[1], half, after, options)
+    return from_bshd(rotated(heads, found, first, adjacent, after), layout, x.dim() == 3)

@@ -27,7 +27,7 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
 
     zero = torch.zeros(v.shape[2], q.shape[3], v.shape[3], device=q.device, dtype=in_fp32(q).dtype)
     scale = q.shape[3] ** -0.5
-    outs = [reference._one(*(t[b] for t in (q, k, v, g, beta)), zero, scale, True)[0] for b in range(q.shape[0])]
+    outs = [reference.one(*(t[b] for t in (q, k, v, g, beta)), zero, scale, True)[0] for b in range(q.shape[0])]
     return torch.stack(outs).to(q.dtype)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention import gated_delta_rule_reference as reference
-from rtkernels.ops.attention.backends import TAIL, packed_tail
-from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides
+from rtkernels.ops.attention.backends import TAIL
+from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width
 from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
@@ -17,7 +17,7 @@ from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _FLOAT32 = torch.float32
@@ -59,17 +59,6 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
         check_same("initial_state", tuple(state.shape), _state_shape(q, v, cu), "shape", of="batch, heads, q and v")
 
 
-def _tails(call: Call, names: tuple[tuple[str, int, int], ...], device: int) -> list[Step]:
-    """Return the launches that clear rows behind the last packed sequence: of results with these heads and widths."""
-    if not call.packed:
-        return []
-    shapes = [(name, (call.length, heads, width)) for name, heads, width in names]
-    return [
-        packed_tail(call.token, name, 0, "cu_seqlens", call.sequences, shape, result_strides(shape, False), device)
-        for name, shape in shapes
-    ]
-
-
 def _plan(q, k, v, initial_state, cu_seqlens, scale, l2norm, wants_state, device) -> Steps:
     call = Call.of(q, v, cu_seqlens, scale, l2norm)
     steps, scratch = plans.inside_chunks(call, q, k, device)
@@ -78,7 +67,7 @@ def _plan(q, k, v, initial_state, cu_seqlens, scale, l2norm, wants_state, device
         names["initial"] = "initial_state"
     if wants_state:
         names["final"] = "final_state"
-    tails = _tails(call, (("out", call.heads, call.d_v),), device)
+    tails = plans.tails(call, (("out", call.heads, call.d_v),), device)
     return Steps(*steps, plans.scan(call, q, k, v, names, device), *tails, scratch=scratch)
 
 
@@ -135,7 +124,7 @@ def _plan_backward(
         plans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
-    return Steps(*steps, *_tails(call, tails, device), scratch=scratch | plans.gradient_scratch(call))
+    return Steps(*steps, *plans.tails(call, tails, device), scratch=scratch | plans.gradient_scratch(call))
 
 
 BACKWARD = Operator(

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from rtkernels.ops.attention.checks import strides
+from rtkernels.ops.attention.backends import packed_tail
+from rtkernels.ops.attention.checks import result_strides, strides
 from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -42,14 +43,14 @@ SCAN = Kernel(
 )  # fmt: skip
 REVERSE = Kernel(
     "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT", max_registers=255,
-    args="q:ptr k:ptr dout:ptr solve:ptr inner:ptr rows:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr dstates:ptr "
+    args="q:ptr k:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr dstates:ptr "
     f"drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
     "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255,
     args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
-    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} l2norm:i64 stages:i64 scale:f64",
+    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} flags:i64 stages:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
@@ -75,14 +76,18 @@ class Call(NamedTuple):
     packed: bool
     scale: float
     l2norm: bool
+    corrected: bool = True  # False: U is beta V, as in the SSD of Mamba-2
+    skip: bool = False  # a factor of v for each head is added
 
     @classmethod
-    def of(cls, q: Meta, v: Meta, cu: Meta | None, scale: float, l2norm: bool) -> Call:
+    def of(
+        cls, q: Meta, v: Meta, cu: Meta | None, scale: float, l2norm: bool, corrected: bool = True, skip: bool = False
+    ) -> Call:
         """Return the sizes of a call from its tensors."""
         sequences = q.shape[0] if cu is None else cu.shape[0] - 1
         length = q.shape[1] if cu is None else q.shape[0]
         sizes = (sequences, length, v.shape[-2], q.shape[-2], q.shape[-1], v.shape[-1])
-        return cls(DTYPE_TOKEN[q.dtype], q.dtype, *sizes, cu is not None, scale, l2norm)
+        return cls(DTYPE_TOKEN[q.dtype], q.dtype, *sizes, cu is not None, scale, l2norm, corrected, skip)
 
     @property
     def chunks(self) -> int:
@@ -101,6 +106,11 @@ class Call(NamedTuple):
         """The argument of kernels."""
         return "cu_seqlens" if self.packed else 0
 
+    @property
+    def matrices(self) -> tuple[str | int, ...]:
+        """The arguments of scans that say what happens inside of chunks."""
+        return "solve" if self.corrected else 0, "inner", "rows", "skip" if self.skip else 0
+
 
 def _flat(*metas: Meta) -> tuple[int, ...]:
     return tuple(number for meta in metas for number in strides(meta)[:3])
@@ -111,12 +121,12 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
     shared = max(2 * _CHUNK * tile_pitch(call.width), 2 * 4 * _CHUNK * 68)
     launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     step = Step(
-        launch, *("q", "k", "g", "beta", call.cu, "solve", "inner", "rows", call.sequences, call.length, call.heads),
+        launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),
         *(call.key_heads, call.d_k, *_flat(q, k), int(call.l2norm), call.scale),
     )  # fmt: skip
     matrices = Memory((call.chunks, call.heads, _CHUNK, _CHUNK), call.dtype)
     rows = Memory((call.chunks, call.heads, _ROW_KINDS, _CHUNK), torch.float32)
-    return [step], {"solve": matrices, "inner": matrices, "rows": rows}
+    return [step], ({"solve": matrices} if call.corrected else {}) | {"inner": matrices, "rows": rows}
 
 
 class _Shape(NamedTuple):
@@ -148,7 +158,7 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
     launch = SCAN.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
     given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
     return Step(
-        launch, *("q", "k", "v", "solve", "inner", "rows", given["initial"], given["final"], call.cu, given["out"]),
+        launch, *("q", "k", "v", *call.matrices[:3], given["initial"], given["final"], call.cu, given["out"]),
         *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
         *(*_flat(q, k, v), shape.stages, call.scale),
     )  # fmt: skip
@@ -160,7 +170,7 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitia
     grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
     launch = REVERSE.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
     return Step(
-        launch, *("q", "k", "dout", "solve", "inner", "rows", dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
+        launch, *("q", "k", "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
         *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *_flat(q, k, dout), shape.stages, call.scale),
     )  # fmt: skip
 
@@ -176,7 +186,7 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
     return Step(
         launch, *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
         *("dbeta", call.sequences, call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*_flat(q, k, v, dout), int(call.l2norm), stages, call.scale),
+        *(*_flat(q, k, v, dout), int(call.l2norm) + 2 * (not call.corrected), stages, call.scale),
     )  # fmt: skip
 
 
@@ -195,3 +205,14 @@ def step(q: Meta, k: Meta, v: Meta, scale: float, l2norm: bool, device: int) -> 
     apart = (number for meta in (q, k, v) for number in strides(meta)[1:3])
     names = ("q", "k", "v", "g", "beta", "state", "out")
     return Step(launch, *names, heads, key_heads, d_k, d_v, *apart, int(l2norm), scale)
+
+
+def tails(call: Call, names: tuple[tuple[str, int, int], ...], device: int) -> list[Step]:
+    """Return the launches that clear rows behind the last packed sequence: of results with these heads and widths."""
+    if not call.packed:
+        return []
+    shapes = [(name, (call.length, heads, width)) for name, heads, width in names]
+    return [
+        packed_tail(call.token, name, 0, "cu_seqlens", call.sequences, shape, result_strides(shape, False), device)
+        for name, shape in shapes
+    ]

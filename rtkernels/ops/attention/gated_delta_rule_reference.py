@@ -10,7 +10,7 @@ from torch import Tensor
 _CHUNK = 64
 
 
-def _sums(x: Tensor) -> torch.dtype:
+def sums(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -20,20 +20,29 @@ def normalized(x: Tensor) -> Tensor:
 
 
 class _Chunk:
-    """One chunk [heads, length, width] behind a state; names as in gated_delta_rule.cuh."""
+    """One chunk [heads, length, width] behind a state; names as in gated_delta_rule.cuh.
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    If it is not `corrected`, updates are beta v: the state does not meet keys.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, corrected: bool = True
+    ) -> None:
+        self.corrected = corrected
         self.q, self.k, self.v, self.beta, self.state, length = q, k, v, beta.unsqueeze(-1), state, q.shape[1]
         c = g.cumsum(-1)
         lower = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         self.decays = torch.exp((c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill(~lower, -torch.inf))
         self.before, self.after = torch.exp(c).unsqueeze(-1), torch.exp(c[:, -1:] - c).unsqueeze(-1)
         self.whole = torch.exp(c[:, -1]).view(-1, 1, 1)
+        self.inner = q @ k.mT * self.decays
+        if not corrected:
+            self.rest, self.update = v, self.beta * v
+            return
         self.keys = (k @ k.mT * self.decays).tril(-1)
         self.solved = torch.eye(length, dtype=q.dtype, device=q.device) + self.beta * self.keys
         self.rest = v - self.before * (k @ state)
         self.update = torch.linalg.solve_triangular(self.solved, self.beta * self.rest, upper=False, unitriangular=True)
-        self.inner = q @ k.mT * self.decays
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return out (without the scale) and the state behind the chunk."""
@@ -44,26 +53,32 @@ class _Chunk:
         """Return the gradients of q, k, v, g, beta and the state. `dout`: of out, `dstate`: of the state behind."""
         q, k, beta, before, after = self.q, self.k, self.beta, self.before, self.after
         dupdate = self.inner.mT @ dout + after * (k @ dstate)
-        drest = torch.linalg.solve_triangular(self.solved.mT, dupdate, upper=True, unitriangular=True)
-        dmatrix, dinner = -(drest @ self.update.mT).tril(-1), (dout @ self.update.mT).tril()
-        slope, x = beta * dmatrix * self.decays, dinner * self.decays
-        by_state, by_query = drest @ self.state.mT, dout @ self.state.mT
-        later = after * (self.update @ dstate.mT)
+        drest = dupdate
+        if self.corrected:
+            drest = torch.linalg.solve_triangular(self.solved.mT, dupdate, upper=True, unitriangular=True)
+        dinner = (dout @ self.update.mT).tril()
+        x, by_query, later = dinner * self.decays, dout @ self.state.mT, after * (self.update @ dstate.mT)
         dq = x @ k + before * by_query
-        dk = (slope + slope.mT) @ k + x.mT @ q - beta * before * by_state + later
-        dbeta = (drest * self.rest).sum(-1) + (dmatrix * self.keys).sum(-1)
-        weights, s = dmatrix * beta * self.keys + dinner * self.inner, (k * later).sum(-1)
-        dc = weights.sum(-1) - weights.sum(-2) - s
-        dc = dc - (beta * before * k * by_state).sum(-1) + (before * q * by_query).sum(-1)
+        dk = x.mT @ q + later
+        dbeta = (drest * self.rest).sum(-1)
+        weights, s = dinner * self.inner, (k * later).sum(-1)
+        dc = weights.sum(-1) - weights.sum(-2) - s + (before * q * by_query).sum(-1)
         dc[:, -1] += s.sum(-1) + (self.whole * self.state * dstate).sum((-2, -1))
+        before_chunk = self.whole * dstate + (before * q).mT @ dout
+        if self.corrected:
+            dmatrix, by_state = -(drest @ self.update.mT).tril(-1), drest @ self.state.mT
+            slope, weights = beta * dmatrix * self.decays, dmatrix * beta * self.keys
+            dk = dk + (slope + slope.mT) @ k - beta * before * by_state
+            dbeta = dbeta + (dmatrix * self.keys).sum(-1)
+            dc = dc + weights.sum(-1) - weights.sum(-2) - (beta * before * k * by_state).sum(-1)
+            before_chunk = before_chunk - (beta * before * k).mT @ drest
         dg = dc.flip(-1).cumsum(-1).flip(-1)
-        before_chunk = self.whole * dstate + (before * q).mT @ dout - (beta * before * k).mT @ drest
         return dq, dk, beta * drest, dg, dbeta, before_chunk
 
 
-def _chunks(q, k, v, g, beta, state: Tensor, l2norm: bool) -> Iterator[_Chunk]:
+def _chunks(q, k, v, g, beta, state: Tensor, l2norm: bool, corrected: bool = True) -> Iterator[_Chunk]:
     """Yield the chunks of one sequence [length, heads, width]."""
-    dtype, each = _sums(q), v.shape[1] // max(q.shape[1], 1)
+    dtype, each = sums(q), v.shape[1] // max(q.shape[1], 1)
     q, k, v = (t.to(dtype).transpose(0, 1) for t in (q, k, v))
     if l2norm:
         q, k = normalized(q), normalized(k)
@@ -71,18 +86,20 @@ def _chunks(q, k, v, g, beta, state: Tensor, l2norm: bool) -> Iterator[_Chunk]:
     g, beta = g.to(dtype).t().clamp(min=-104.0), beta.to(dtype).t()
     for begin in range(0, q.shape[1], _CHUNK):
         rows = slice(begin, begin + _CHUNK)
-        chunk = _Chunk(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+        chunk = _Chunk(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state, corrected)
         state = chunk.results()[1]
         yield chunk
 
 
-def _one(q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
+def one(
+    q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool, corrected: bool = True
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out and the final state of one sequence [length, heads, width]."""
     parts = []
-    for chunk in _chunks(q, k, v, g, beta, state, l2norm):
+    for chunk in _chunks(q, k, v, g, beta, state, l2norm, corrected):
         part, state = chunk.results()
         parts.append(part)
-    out = torch.cat(parts, 1).transpose(0, 1) if parts else v.new_zeros(v.shape, dtype=_sums(v))
+    out = torch.cat(parts, 1).transpose(0, 1) if parts else v.new_zeros(v.shape, dtype=sums(v))
     return scale * out, state
 
 
@@ -93,10 +110,12 @@ def _norm_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return factor * (dy - y * (y * dy).sum(-1, keepdim=True))
 
 
-def _one_backward(dout, dstate: Tensor, q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool) -> list[Tensor]:
+def one_backward(
+    dout, dstate: Tensor, q, k, v, g, beta, state: Tensor, scale: float, l2norm: bool, corrected: bool = True
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, g, beta and the state of one sequence."""
-    dout, found = (scale * dout.to(_sums(q))).transpose(0, 1), []
-    for number, chunk in reversed(list(enumerate(_chunks(q, k, v, g, beta, state, l2norm)))):
+    dout, found = (scale * dout.to(sums(q))).transpose(0, 1), []
+    for number, chunk in reversed(list(enumerate(_chunks(q, k, v, g, beta, state, l2norm, corrected)))):
         *grads, dstate = chunk.gradients(dout[:, number * _CHUNK : (number + 1) * _CHUNK], dstate)
         found.insert(0, grads)
     dq, dk, dv, dg, dbeta = (torch.cat(parts, 1).transpose(0, 1) for parts in zip(*found, strict=True))
@@ -106,7 +125,7 @@ def _one_backward(dout, dstate: Tensor, q, k, v, g, beta, state: Tensor, scale: 
     return [dq, dk, dv, dg, dbeta, dstate]
 
 
-def _sequences(q: Tensor, cu: Tensor | None) -> Iterator[tuple[int, int | slice]]:
+def sequences(q: Tensor, cu: Tensor | None) -> Iterator[tuple[int, int | slice]]:
     """Yield each sequence's number, and what selects its rows."""
     if cu is None:
         yield from ((b, b) for b in range(q.shape[0]))
@@ -115,26 +134,26 @@ def _sequences(q: Tensor, cu: Tensor | None) -> Iterator[tuple[int, int | slice]
         yield from ((b, slice(ends[b], max(ends[b + 1], ends[b]))) for b in range(len(ends) - 1))
 
 
-def _nothing(x: Tensor) -> Tensor:
+def nothing(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float32, device=x.device)
 
 
-def _initial(q: Tensor, v: Tensor, state: Tensor | None, b: int) -> Tensor:
+def initial(q: Tensor, v: Tensor, state: Tensor | None, b: int) -> Tensor:
     if state is not None:
-        return state[b].to(_sums(q))
-    return torch.zeros(v.shape[-2], q.shape[-1], v.shape[-1], dtype=_sums(q), device=q.device)
+        return state[b].to(sums(q))
+    return torch.zeros(v.shape[-2], q.shape[-1], v.shape[-1], dtype=sums(q), device=q.device)
 
 
 def forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm=False, wants_state=True):
     """Return out, of q's dtype, and the final state (an empty tensor unless wanted)."""
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = torch.zeros(v.shape, dtype=q.dtype, device=q.device)
-    final = torch.zeros(batch, v.shape[-2], q.shape[-1], v.shape[-1], dtype=_sums(q), device=q.device)
-    for b, rows in _sequences(q, cu_seqlens):
-        state = _initial(q, v, initial_state, b)
-        part, final[b] = _one(q[rows], k[rows], v[rows], g[rows], beta[rows], state, scale, l2norm)
+    final = torch.zeros(batch, v.shape[-2], q.shape[-1], v.shape[-1], dtype=sums(q), device=q.device)
+    for b, rows in sequences(q, cu_seqlens):
+        state = initial(q, v, initial_state, b)
+        part, final[b] = one(q[rows], k[rows], v[rows], g[rows], beta[rows], state, scale, l2norm)
         out[rows] = part.to(q.dtype)
-    return out, final if wants_state else _nothing(q)
+    return out, final if wants_state else nothing(q)
 
 
 def backward(
@@ -144,23 +163,23 @@ def backward(
     inputs = (q, k, v, g, beta)
     grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dstate = torch.zeros(batch, v.shape[-2], q.shape[-1], v.shape[-1], dtype=_sums(q), device=q.device)
-    for b, rows in _sequences(q, cu_seqlens):
+    dstate = torch.zeros(batch, v.shape[-2], q.shape[-1], v.shape[-1], dtype=sums(q), device=q.device)
+    for b, rows in sequences(q, cu_seqlens):
         if not q[rows].shape[0]:
             dstate[b] = 0.0 if dfinal_state is None else dfinal_state[b]
             continue
-        state = _initial(q, v, initial_state, b)
+        state = initial(q, v, initial_state, b)
         outer = torch.zeros_like(state) if dfinal_state is None else dfinal_state[b].to(state.dtype)
-        parts = _one_backward(dout[rows], outer, *(t[rows] for t in inputs), state, scale, l2norm)
+        parts = one_backward(dout[rows], outer, *(t[rows] for t in inputs), state, scale, l2norm)
         for grad, part in zip(grads, parts[:5], strict=True):
             grad[rows] = part.to(grad.dtype)
         dstate[b] = parts[5]
-    return *grads, dstate if needs_state else _nothing(q)
+    return *grads, dstate if needs_state else nothing(q)
 
 
 def step(q, k, v, g, beta, state, scale, l2norm=False):
     """Return out [batch, heads, width of v]; updates `state`."""
-    each, result_dtype, dtype = v.shape[1] // max(q.shape[1], 1), v.dtype, _sums(v)
+    each, result_dtype, dtype = v.shape[1] // max(q.shape[1], 1), v.dtype, sums(v)
     q, k, v = (t.to(dtype) for t in (q, k, v))
     if l2norm:
         q, k = normalized(q), normalized(k)

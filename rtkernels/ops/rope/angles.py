@@ -107,6 +107,13 @@ def spell_sections(sections: Any, interleaved: bool) -> str:
     return ("interleaved:" if interleaved else "blocks:") + ",".join(map(str, sizes))
 
 
+def order_of_pairs(interleaved: bool, output_interleaved: bool | None) -> int:
+    """Return the order of pairs in and out; None means that it does not change."""
+    if output_interleaved is None or bool(output_interleaved) == bool(interleaved):
+        return ADJACENT if interleaved else HALVES
+    return GATHER if interleaved else SCATTER
+
+
 def check_rotary(rotary: int, head_dim: int) -> int:
     """Return the number of rotated elements of a head (0 means all), or raise an ArgumentError."""
     rotary = rotary or head_dim

@@ -305,11 +305,7 @@ def mla_rope(
         raise ArgumentError(
             f"k_pos has {k_pos.shape[-1]} elements; expected at most {q.shape[-1]}, the size of a head of q"
         )
-    pairs = (
-        (angles_of.ADJACENT if output_interleaved else angles_of.GATHER)
-        if interleaved
-        else (angles_of.SCATTER if output_interleaved else angles_of.HALVES)
-    )
+    pairs = angles_of.order_of_pairs(interleaved, bool(output_interleaved))
     args = (q, kv, k_pos, nope, layout, out_layout, pairs, in_place)
     angles = (cos, sin, positions, cu_seqlens, "", cp_rank, cp_size, mscale)
     if is_grad_enabled() and (needs_grad(q, kv, k_pos) or needs_grad(cos, sin)):

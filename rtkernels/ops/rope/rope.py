@@ -12,6 +12,7 @@ from rtkernels.ops.rope import rope_operators as launch
 from rtkernels.ops.rope import rope_table
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.registry import Op
 
@@ -20,32 +21,32 @@ _forward = FORWARD.call
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, k, layout, rotary, pairs, inverse, in_place, *angles):
+    def forward(ctx, x, k, layout, start, rotary, pairs, inverse, in_place, *angles):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*angles[:4])
-        ctx.options = layout, rotary, pairs, inverse, angles[4:]
+        ctx.options = layout, start, rotary, pairs, inverse, angles[4:]
         if in_place:
             ctx.mark_dirty(*(t for t in (x, k) if t is not None))
-            IN_PLACE.call(x, k, layout, 0, rotary, pairs, inverse, *angles)
+            IN_PLACE.call(x, k, layout, start, rotary, pairs, inverse, *angles)
             return (x, k) if k is not None else x
-        y, ky = _forward(x, k, layout, layout, 0, rotary, pairs, inverse, *angles)
+        y, ky = _forward(x, k, layout, layout, start, rotary, pairs, inverse, *angles)
         return (y, ky) if k is not None else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dky=None):
-        layout, rotary, pairs, inverse, rest = ctx.options
+        layout, start, rotary, pairs, inverse, rest = ctx.options
         given = [d for d in (dy, dky) if d is not None]
         if not given:
-            return (None,) * 15
+            return (None,) * 16
         first, second = given[0], given[1] if len(given) > 1 else None
         results = _forward(
-            first, second, layout, layout, 0, rotary, pairs, not inverse, *ctx.saved_tensors, *rest
+            first, second, layout, layout, start, rotary, pairs, not inverse, *ctx.saved_tensors, *rest
         )  # fmt: skip
         found = iter(results)
         dx = next(found) if dy is not None else None
         dk = next(found) if dky is not None else None
-        return (dx, dk, *(None,) * 13)
+        return (dx, dk, *(None,) * 14)
 
 
 _differentiable = applied(_Rope)
@@ -57,6 +58,7 @@ def rope(
     interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
     sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False, cp_rank: int = 0,
     cp_size: int = 1, mscale: float = 1.0, inverse: bool = False, in_place: bool = False,
+    output_interleaved: bool | None = None, rotary_start: int = 0,
     out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate pairs of elements of every head by the angles of its token.
@@ -75,7 +77,7 @@ def rope(
         sin: Like cos.
         k: A second tensor to rotate in the same launch; may have a different number of heads.
         layout: Layout of x, k and the results: ``"bshd"``, ``"sbhd"`` (sequence first) or ``"bhsd"``.
-        rotary: The first so many elements of a head are rotated. Default: all.
+        rotary: So many elements of a head are rotated, those from `rotary_start` on. Default: all of them.
         interleaved: Pairs are elements (2 i, 2 i + 1) instead of (i, i + rotary / 2).
         positions: int32 or int64 ``[batch, length]`` or ``[length]``; the positions of the tokens. Default: their
             indices in the sequence.
@@ -91,6 +93,10 @@ def rope(
         mscale: Factor of cos and sin.
         inverse: Apply the adjoint rotation instead, as the backward pass does.
         in_place: Overwrite x and k and return them. With gradients, neither may be a leaf.
+        output_interleaved: The order of pairs in the result, like `interleaved`, which is the default. DeepSeek-V3
+            reads neighbours and writes halves: ``interleaved=True, output_interleaved=False``. Tables with one value
+            per element are in the order of the result.
+        rotary_start: The first element of a head that is rotated.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
@@ -99,18 +105,19 @@ def rope(
         are not aligned, fp32 tables of ``tokens * n`` entries are allocated temporarily.
     """
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
-    pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
+    pairs = angles_of.order_of_pairs(interleaved, output_interleaved)
+    start = check_integer("rotary_start", rotary_start)
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
     if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
         if in_place:
             refuse_leaf("x", x)
             refuse_leaf("k", k)
-        return _differentiable(x, k, layout, rotary or 0, pairs, inverse, in_place, *angles)
+        return _differentiable(x, k, layout, start, rotary or 0, pairs, inverse, in_place, *angles)
     if in_place:
-        IN_PLACE.call(x, k, layout, 0, rotary or 0, pairs, inverse, *angles)
+        IN_PLACE.call(x, k, layout, start, rotary or 0, pairs, inverse, *angles)
         return x if k is None else (x, k)
-    y, ky = _forward(x, k, layout, layout, 0, rotary or 0, pairs, inverse, *angles)
+    y, ky = _forward(x, k, layout, layout, start, rotary or 0, pairs, inverse, *angles)
     return y if k is None else (y, ky)
 
 

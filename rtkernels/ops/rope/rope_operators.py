@@ -200,6 +200,8 @@ def _check(of: Turned, given: Rotations) -> tuple[Heads, Heads | None, int, Angl
             raise ArgumentError(
                 f"k has shape {tuple(k[1])}; expected that of x, {tuple(q[1])}, except for the number of heads"
             )
+    if not 0 <= of.first < heads.head_dim:
+        raise ArgumentError(f"rotary_start is {of.first}; expected 0 to {heads.head_dim - 1}, inside of a head")
     rotary = angles_of.check_rotary(of.rotary, heads.head_dim - of.first)
     adjacent, packed = of.pairs in (angles_of.ADJACENT, angles_of.SCATTER), len(q[1]) == 3
     found = angles_of.check(given, Rotated(q[0], q[3], heads.batch, heads.length, packed, rotary, adjacent, of.inverse))
