@@ -9,7 +9,8 @@
 // k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
 //
 // Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
-// kConstantWeights, weights are loaded at once, without waiting for it.
+// kConstantWeights, weights are loaded at once, without waiting for it: what the rings hold, and `prefetch` octets behind
+// that into L2, so that memory is busy while the block waits.
 //
 // Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][8
 // TOKENS][8], sums of blocks [parts][octets that the block finishes][8 TOKENS][8].
@@ -19,6 +20,7 @@
 #include "gemm/gemm_skinny_finish.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 flags, i64 types, double eps, double offset) {
+                i64 pass_octets_, i64 prefetch, i64 flags, i64 types, double eps, double offset) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8];
     using Warp = DecodeWarp<Codes, Math, TOKENS>;
@@ -200,6 +202,15 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     ptx::launch_dependents();
 #pragma unroll 1
     for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
+    if (constant && prefetch != 0) {
+        const int per_octet = (((block_granules - 1) >> k_shift) + 1) * kGranule + kDecodeSteps - 1;  // slots of a warp
+        const int from = (kDecodeRing - 1) / max(per_octet / kDecodeSteps, 1) << row_shift;
+        const i64 at = static_cast<i64>(first_step) * 64, bytes = min(static_cast<i64>(steps) * 64, weights.row_bytes - at);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < 8 * min(static_cast<int>(prefetch), octets - from); i += 32 * kDecodeWarps)
+            ptx::prefetch_l2_stream(weight + weights.row(first_octet + from + i / 8, i % 8) * weight_pitch + at,
+                                    static_cast<u32>(bytes) & ~15u);
+    }
     if (norm_weight != nullptr) {
 #pragma unroll 1
         for (int v = threadIdx.x; v < rows.vectors; v += 32 * kDecodeWarps) {

@@ -1,8 +1,8 @@
 """Decoder layers in decoding steps of ``generate()``: norms, gate and residual sums inside of the products.
 
 ``generation.step`` opens a context around the model's forward. Inside of it, fused layers with few rows run
-``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are the output projection with its
-residual sum, norm with gate and up, and down with its sum. No kernel of a step writes weights, so these products load
+``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention, the
+output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes weights, so these products load
 them before the previous kernel has ended. What a layer cannot do here runs as usual, and the report says why.
 """
 
@@ -20,9 +20,11 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized
+from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
 from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.operator.kinds import meta_of
 
 MAX_ROWS = 8  # of a step; docs/decisions/gemm.md has the measurements
 _HALVES = (torch.bfloat16, torch.float16)
@@ -125,8 +127,8 @@ def layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the result of a decoder layer whose branches are added as they are; None if it must run as usual.
 
-    `heads_of(attention, qkv, tables, options, cache)` writes to the cache and returns q with all keys and values, or
-    None.
+    `heads_of(attention, qkv, tables, mask, options, cache)` writes to the cache and returns the result of the attention,
+    or q with all keys and values, or None.
     """
     reason = None
     try:
@@ -154,12 +156,13 @@ def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
         raise _Unsupported("it has no cache, or several tokens of a sequence")
     options = dict(kinds[0].options)
     qkv = product(x, [attention._modules[name] for name in _QKV], norms[0])
-    heads = heads_of(attention, qkv, tables, options, cache)
-    if heads is None:
+    mixed = heads_of(attention, qkv, tables, mask, options, cache)
+    if mixed is None:
         raise _Unsupported("its rotation is of another form")
-    if options["capped"]:
-        kwargs["softcap"] = attention.attn_logit_softcapping
-    mixed, _ = attentions.attention_forward(attention, *heads, mask, scaling=attention.scaling, **kwargs)
+    if not isinstance(mixed, Tensor):
+        if options["capped"]:
+            kwargs["softcap"] = attention.attn_logit_softcapping
+        mixed, _ = attentions.attention_forward(attention, *mixed, mask, scaling=attention.scaling, **kwargs)
     mixed = mixed.reshape(*x.shape[:-1], -1)
     x = product(mixed, (attention.o_proj,), residual=x)
     gated = product(x, [mlp._modules[name] for name in _GATE_UP], norms[1], act=dict(kinds[1].options)["act"])
@@ -169,6 +172,14 @@ def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
 def writes_cache(layer: Any, size: int) -> bool:
     """Return True if one kernel can write the keys and values of a step to a layer of the cache."""
     return getattr(layer, "by_op", False) and size <= MAX_WIDTH and layer.k.shape[3] == layer.v.shape[3] == size
+
+
+def attends(layer: Any, mask: Any, q_heads: int) -> bool:
+    """Return True if one kernel can also compute the attention of a step over a layer of the cache."""
+    if not isinstance(mask, Tensor) or mask.data_ptr() != layer.lengths.seen.data_ptr():
+        return False
+    k, v = meta_of(layer.k), meta_of(layer.v)
+    return step_attention.unsupported(q_heads, k, v, layer.k.get_device()) is None
 
 
 def head(module: nn.Module, x: Any) -> Tensor | None:

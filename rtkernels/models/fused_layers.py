@@ -25,7 +25,7 @@ from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
 from rtkernels.models.recognize import NotRecognized, Recognized, rope_tables
 from rtkernels.models.rope_view import is_attention, viewed
-from rtkernels.ops.attention import decode_heads
+from rtkernels.ops.attention import decode_heads, step_attention
 
 Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -218,9 +218,9 @@ def _heads(
 
 
 def _heads_in_step(
-    self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any], cache: Any
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return q of a decoding step with all keys and values, ``[batch, heads, length, size]``, or None."""
+    self: nn.Module, qkv: Tensor, tables: Any, mask: Any, options: dict[str, Any], cache: Any
+) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+    """Return the attention of a decoding step, or q with all keys and values, ``[batch, heads, length, size]``."""
     (_, form), norm, size = options["names"][0], options["norm"], self.head_dim
     if not _is_rotated_here(self, qkv, tables, form, norm):
         return None
@@ -232,10 +232,15 @@ def _heads_in_step(
     weights, eps, offset = (None, None), 0.0, 0.0
     if norm is not None:
         weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0]), norm[1]
-    q = decode_heads.HEADS.call(
-        qkv.view(batch, -1), *weights, *(t[:, 0].expand(batch, -1) for t in (cos, sin)), layer.lengths.slots, layer.k,
-        layer.v, rotation["rotary"] or size, rotation["interleaved"], float(eps), float(offset),
-    )  # fmt: skip
+    given = (qkv.view(batch, -1), *weights, *(t[:, 0].expand(batch, -1) for t in (cos, sin)))
+    slots, rotated = layer.lengths.slots, (rotation["rotary"] or size, rotation["interleaved"])
+    if decoding.attends(layer, mask, self.q_proj.weight.shape[0] // size):
+        softcap = self.attn_logit_softcapping if options["capped"] else None
+        return step_attention.FORWARD.call(
+            *given, None, slots, layer.lengths.seen, None, layer.k, layer.v, *rotated, True, float(eps), float(offset),
+            float(self.scaling), float(softcap or 0.0),
+        )  # fmt: skip
+    q = decode_heads.HEADS.call(*given, slots, layer.k, layer.v, *rotated, float(eps), float(offset))
     return q.unsqueeze(2), layer.keys, layer.values
 
 

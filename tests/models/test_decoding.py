@@ -80,6 +80,7 @@ def test_logits_are_as_close_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
                 program.rows.length.fill_(9)
                 program.rows.position.fill_(9)
                 program.rows.token.copy_(ids[:, -1:])
+                program.prepare()
                 got = program.logits(model).float()
                 wanted = exact(ids).logits[:, -1]
             total += float((got - wanted).norm() / wanted.norm())

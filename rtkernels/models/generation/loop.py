@@ -119,6 +119,7 @@ class _Call:
         program.cache.load(self.cache, start, self.columns)
         program.rows.length.copy_(self.columns - start)
         program.rows.position.copy_(positions[:, -1:] + 1)
+        program.prepare()
         program.selection.start(self.processors, self.ids)
         self.random.save(0)
         program.accept(logits)
@@ -175,6 +176,7 @@ class _Call:
             raise Refused(reason)
         rows.length.sub_(1)  # the step is repeated: it writes the same keys to the same place
         rows.position.sub_(1)
+        program.prepare()
         self.state.checked.add(self.form)
 
     # ---- the other steps --------------------------------------------------------------------------------------------
@@ -229,6 +231,7 @@ class _Call:
             return program
         larger = self._program(2 * program.cache.capacity, program.selection.vocabulary, program.cache)
         larger.cache.take(program.cache)
+        larger.prepare()
         return larger
 
     def _record(self, program: Program, captured: bool) -> None:

@@ -35,10 +35,16 @@ class Program:
         self.count = 0
         self.failure: str | None = None
 
+    def prepare(self) -> None:
+        """Compute where the next keys go; needed after other code than a step has written ``rows.length``."""
+        self.cache.begin(self.rows.length)
+
     def logits(self, model: nn.Module) -> Tensor:
-        """Run the model on the last tokens and return the logits ``[batch, vocabulary]``."""
+        """Run the model on the last tokens and return the logits ``[batch, vocabulary]``.
+
+        Lengths change behind the last layer only: kernels of layers read them before the previous kernel has ended.
+        """
         rows = self.rows
-        self.cache.begin(rows.length)
         with decoding.steps(self.report):
             out = model(
                 input_ids=rows.token, position_ids=rows.position, attention_mask=self.cache.masks,
@@ -46,6 +52,7 @@ class Program:
             )  # fmt: skip
         rows.length.add_(1)
         rows.position.add_(1)
+        self.prepare()
         return out.logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:

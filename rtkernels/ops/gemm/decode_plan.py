@@ -24,6 +24,7 @@ _SCALES = 64  # of a slot
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _PASS = 64  # octets of a pass, times warps along k
 _GROUP = 128  # of k, that share a scale
+_PREFETCH = 192 << 10  # bytes of weights that a block requests from memory before it waits, behind those of its rings
 _STATIC = 1024  # shared memory that is not dynamic, and what the driver takes
 
 _CODES = {
@@ -37,7 +38,7 @@ KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
-    "octets_:i64 row_shift_:i64 pass_octets_:i64 flags:i64 types:i64 eps:f64 offset:f64",
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 prefetch:i64 flags:i64 types:i64 eps:f64 offset:f64",
     variants=[
         (codes or math, math, tokens)
         for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
@@ -174,7 +175,8 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     numbers = (
         p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
         s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
-        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, min(_PASS // along_k, shape.octets), flags,
+        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, min(_PASS // along_k, shape.octets),
+        _PREFETCH // int(8 * size * -(-p.k // shape.parts)), flags,
         sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
     return Steps(
