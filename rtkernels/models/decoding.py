@@ -9,8 +9,9 @@ them before the previous kernel has ended. What a layer cannot do here runs as u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized
+from rtkernels.models.recognize import positional
 from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
@@ -34,14 +36,19 @@ _of_thread = threading.local()
 
 
 @contextmanager
-def steps(report: Any) -> Iterator[None]:
-    """Within this context, the model runs a decoding step; `report`: its ``PatchReport``, or None."""
-    before = getattr(_of_thread, "report", None)
-    _of_thread.report = (report,)
+def steps(report: Any, tables: Tables | None = None) -> Iterator[None]:
+    """Within this context, the model runs a decoding step.
+
+    Args:
+        report: The model's ``PatchReport``, or None.
+        tables: Angles of rotary embeddings, if all positions are below their limit.
+    """
+    before = getattr(_of_thread, "report", None), getattr(_of_thread, "tables", None)
+    _of_thread.report, _of_thread.tables = (report,), tables
     try:
         yield
     finally:
-        _of_thread.report = before
+        _of_thread.report, _of_thread.tables = before
 
 
 def is_step(x: Any) -> bool:
@@ -55,6 +62,62 @@ def _record(module: nn.Module, reason: str | None) -> None:
     (report,) = _of_thread.report
     if report is not None:
         report.in_steps[f"layer {getattr(module.self_attn, 'layer_idx', id(module))}"] = reason
+
+
+class Tables:
+    """Cosines and sines of all positions below a limit, as the model's own rotary embeddings compute them.
+
+    A step reads its rows in one launch; computing them takes nine.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._found: dict[Hashable, Tensor] = {}
+
+    def rows(
+        self, own: Callable[..., Any], key: Hashable, positions: Tensor, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``own(positions, *args, **named)`` for positions ``[batch, 1]``."""
+        if key not in self._found:
+            if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+                return own(positions, *args, **named)
+            every = torch.arange(self.limit, dtype=torch.int64, device=positions.device)[None]
+            self._found[key] = torch.cat(own(every, *args, **named))
+        cos, sin = self._found[key].index_select(1, positions.view(-1)).unsqueeze(2)
+        return cos, sin
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position only
+
+
+def _rotary(original: type[nn.Module]) -> Callable[..., Any]:
+    own = original.forward
+
+    def forward(self, x, position_ids, *args, **named):
+        tables = getattr(_of_thread, "tables", None)
+        if tables is None or position_ids.dim() != 2 or position_ids.shape[1] != 1:
+            return own(self, x, position_ids, *args, **named)
+        return tables.rows(partial(own, self, x), (id(self), x.dtype, args, *named.items()), position_ids, args, named)
+
+    return forward
+
+
+replace.register("decode_rotary", _rotary)
+
+
+def replace_rotary(model: nn.Module) -> None:
+    """Let the rotary embeddings of a model read tables in decoding steps."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        known = (
+            positional(type(module).forward)[:3] == ["self", "x", "position_ids"] if kinds <= _STATIC_ROPE else False
+        )
+        if known and not module._parameters and not module._modules and replace.replaced(module) is None:
+            replace.replace(module, Recognized("decode_rotary", ()))
 
 
 class _Unsupported(Exception):

@@ -56,6 +56,7 @@ def test_layers_of_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(got[:, : 9 + 4], wanted[:, : 9 + 4])  # later tokens may differ after a tie
     assert list(report.in_steps.values()) == [None] * layers and not report.not_captured
     assert f"{layers} x decoder layer with norms and sums inside of products" in str(report)
+    assert len(programs(model)[0].tables) == 1  # one rotary embedding
     assert len(programs(model)) == 1 and len(calls) == (4 * layers + 1) * (programs(model)[0].count + 1)
 
 
@@ -126,3 +127,18 @@ def test_served_models(head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(call[1].dtype == codes.dtype and call[1].shape == codes.shape for call in calls)
     models.unpatch(model)
     assert type(model.get_output_embeddings()) is (ServedLinear if head else torch.nn.Linear)
+
+
+def test_rotary_embeddings_read_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same tokens with positions that are not bounded by the number of tokens, and for Gemma 3's two embeddings."""
+    for kind, tables in (("llama", 1), ("gemma3_text", 2)):
+        model = model_of(kind)
+        positions = torch.arange(9).expand(3, 9)
+        wanted = [_generated(model), _generated(model, position_ids=positions + 50)]
+        models.patch(model, attention=True)
+        assert torch.equal(_generated(model), wanted[0]) and len(programs(model)[-1].tables) == tables
+        assert torch.equal(_generated(model, position_ids=positions + 50), wanted[1])
+        assert programs(model)[-1].tables is None and len(programs(model)) == 2
+    rotary = model.model.rotary_emb
+    models.unpatch(model)
+    assert "_rtkernels_kind" not in dir(type(rotary))

@@ -83,7 +83,9 @@ def _plan(qkv, q_weight, cos, k_cache, v_cache, rotary, interleaved, device):
     return Steps(Step(launch, *names, *numbers, "eps", "offset"))
 
 
-def heads_reference(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary, interleaved, eps, offset) -> Tensor:
+def heads_reference(
+    qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary, interleaved, eps, offset
+) -> Tensor:
     batch, rows, kv_heads, dim = k_cache.shape
     x = qkv.float().view(batch, -1, dim)
     parts = x.split((x.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)

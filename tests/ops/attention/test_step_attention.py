@@ -51,7 +51,9 @@ def case(
 
 def exact(arguments):
     """Return the result in fp64 from heads rounded to their dtype, and the caches."""
-    qkv, qw, kw, cos, sin, positions, slots, lengths, sinks, k, v, rotary, interleaved, _, eps, offset, scale, cap = arguments
+    qkv, qw, kw, cos, sin, positions, slots, lengths, sinks, k, v, rotary, interleaved, _, eps, offset, scale, cap = (
+        arguments
+    )
     k, v = k.clone(), v.clone()
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
