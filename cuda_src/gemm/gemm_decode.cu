@@ -102,8 +102,9 @@ struct DecodeRows {
 #pragma unroll 1
         for (int token = share.token; token < m; token += share.tokens()) {
             float square = 0.0f;
-#pragma unroll 1
-            for (int s = 0; s < 1 << share.shift; ++s) square += squares[(token << share.shift) + s];
+#pragma unroll
+            for (int s = 0; s < kDecodeWarps; ++s)
+                if (s < 1 << share.shift) square += squares[(token << share.shift) + s];
             const float rstd = rsqrtf(square / static_cast<float>(k) + eps);
 #pragma unroll 1
             for (int v = share.element; v < vectors && 8 * (first + v) < k; v += share.elements()) {
@@ -132,6 +133,11 @@ __device__ __noinline__ DecodeTerms decode_terms(const float* scale, const void*
     if (bias != nullptr) terms.bias = skinny_load(bias, row, types & 15);
     if (residual != nullptr) terms.residual = skinny_load(residual, at, types >> 4 & 15);
     return terms;
+}
+
+RTK_DEVICE float decode_number(u32 bits, int type) {
+    if (type == kTypeFp32) return __uint_as_float(bits);
+    return type == kTypeBf16 ? __uint_as_float(bits << 16) : ptx::cvt_f16_to_f32(static_cast<u16>(bits));
 }
 
 __device__ __noinline__ float decode_activation(float x, int act) { return skinny_activation(x, act); }
@@ -219,23 +225,27 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             ptx::st_shared_16(ptx::shared_address(norm_in_shared) + v * 16, raw);
         }
     }
+    const DecodeShare share(m);
+    const float* const row_scale = scaled ? nullptr : scale;
+    auto terms_of = [&](int token, int column, int row, const void* added) {
+        const i64 scale_at = (flags & kScaleByRow) == 0 ? 0 : (row >> scale_shift) * scale_row;
+        return decode_terms(row_scale, bias, added, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
+    };
+    auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
+    // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
+    const int first_row = row_of(first_octet + share.element / 8, share.element % 8);
+    const int first_half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
+    const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
+    const bool has_first = share.token < m && first_row < n;
+    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
+    if (has_first && (row_scale != nullptr || bias != nullptr)) first_terms = terms_of(share.token, first_row, first_row + first_half, nullptr);
     if (constant) ptx::wait_for_previous();
 
-    const DecodeShare share(m);
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    const float* const row_scale = scaled ? nullptr : scale;
-    auto terms_of = [&](int token, int column, int row) {
-        const i64 scale_at = (flags & kScaleByRow) == 0 ? 0 : (row >> scale_shift) * scale_row;
-        return decode_terms(row_scale, bias, residual, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
-    };
-    // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
-    const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
-    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
-    auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
-    {
-        const int row = row_of(first_octet + share.element / 8, share.element % 8);
-        const int half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
-        if (has_terms && share.token < m && row < n) first_terms = terms_of(share.token, row, row + half);
+    u32 first_residual = 0u;  // converted when it is needed, so that nothing waits for it
+    if (residual != nullptr && has_first) {
+        const i64 at = share.token * residual_pitch + first_row;
+        first_residual = type(1) == kTypeFp32 ? static_cast<const u32*>(residual)[at] : static_cast<const u16*>(residual)[at];
     }
 
     rows.copy(share, norm_weight != nullptr ? squares : nullptr);
@@ -317,8 +327,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
                     for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * kOctetSums + place];
                 }
                 DecodeTerms terms = first_terms;
+                if (residual != nullptr) terms.residual = decode_number(first_residual, type(1));
                 if (has_terms && exists && (first != 0 || i != share.element || token != share.token))
-                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0));
+                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0), residual);
                 float value = fmaf(sum * Warp::Weights::kFactor, terms.scale, terms.bias);
                 if (gated) {
                     const float up = __shfl_down_sync(0xffffffffu, value, 4);

@@ -1,9 +1,10 @@
 """Decoder layers in decoding steps of ``generate()``: norms, gate and residual sums inside of the products.
 
 ``generation.step`` opens a context around the model's forward. Inside of it, fused layers with few rows run
-``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention, the
-output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes weights, so these products load
-them before the previous kernel has ended. What a layer cannot do here runs as usual, and the report says why.
+``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention,
+the output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes
+weights, so these products load them before the previous kernel has ended. What a layer cannot do here runs as usual,
+and the report says why.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class _Unsupported(Exception):
     """A layer must run as usual."""
 
 
-def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the weights of linear layers as one matrix, its scales and biases."""
+def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
+    """Return the weights of linear layers as one matrix, its scales and biases, and if no kernel writes these now."""
     weights, scale = [linear.weight for linear in linears], None
     if all(_is_served(linear) and not is_watched(linear) for linear in linears):
         scale = adjacent([linear.weight_scale_inv for linear in linears])
@@ -139,8 +140,11 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | N
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len(biases) not in (0, len(linears)):
         raise _Unsupported("some of its projections have a bias, others have none")
-    bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-    return weight, scale, bias
+    bias = biases[0] if len(biases) == 1 else None
+    if len(biases) > 1 and (bias := adjacent([b.unsqueeze(1) for b in biases])) is not None:
+        bias = bias.squeeze(1)
+    copied = bias is None and bool(biases)
+    return weight, scale, torch.cat(biases) if copied else bias, not copied
 
 
 def _is_served(linear: nn.Module) -> bool:
@@ -164,7 +168,7 @@ def product(
     Raises:
         _Unsupported: The kernel does not compute it.
     """
-    weight, scale, bias = _matrix(x, linears)
+    weight, scale, bias, constant = _matrix(x, linears)
     if x.is_cuda and (reason := decode_linear.unsupported(x, weight, scale, gated=act is not None)) is not None:
         raise _Unsupported(f"a product of {x.shape[-1]} x {weight.shape[0]}: {reason}")
     gain, eps, offset = None, 0.0, 0.0
@@ -172,7 +176,7 @@ def product(
         options = dict(replace.replaced(norm).options)
         gain, eps, offset = norm.weight, getattr(norm, options["eps"]), options["offset"]
     return decode_linear.FORWARD.call(
-        x, weight, scale, bias, residual, gain, None, act, act is not None, True, float(eps), float(offset)
+        x, weight, scale, bias, residual, gain, None, act, act is not None, constant, float(eps), float(offset)
     )
 
 
@@ -190,8 +194,8 @@ def layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the result of a decoder layer whose branches are added as they are; None if it must run as usual.
 
-    `heads_of(attention, qkv, tables, mask, options, cache)` writes to the cache and returns the result of the attention,
-    or q with all keys and values, or None.
+    `heads_of(attention, qkv, tables, mask, options, cache)` writes to the cache and returns the result of the
+    attention, or q with all keys and values, or None.
     """
     reason = None
     try:
