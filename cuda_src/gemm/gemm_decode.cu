@@ -1,5 +1,5 @@
-// out[m, n] = act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n], for up
-// to 16 rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
+// out[m, n] = factor act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n],
+// for up to 16 rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
 // rms_norm(x) in the type of x. fp32 sums, rounded once.
 //
 // A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 prefetch, i64 flags, i64 types, double eps, double offset) {
+                i64 pass_octets_, i64 prefetch, i64 flags, i64 types, double eps, double offset,
+                double factor) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8];
     using Warp = DecodeWarp<Codes, Math, TOKENS>;
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
                 } else if (store.act != kActNone) {
                     value = decode_activation(value, store.act);
                 }
-                if (exists && !(gated && (i & 4) != 0)) store.write(token * out_pitch + row, value + terms.residual);
+                if (exists && !(gated && (i & 4) != 0)) store.write(token * out_pitch + row, fmaf(value, static_cast<float>(factor), terms.residual));
             }
         if (parts == 1 && first + pass_octets < octets) __syncthreads();
     }

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
+from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized
 from rtkernels.models.recognize import positional
 from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
+from rtkernels.ops.norm import step_norm
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.kinds import meta_of
 
@@ -161,9 +163,9 @@ def _is_linear(linear: nn.Module) -> bool:
 
 def product(
     x: Tensor, linears: Sequence[nn.Module], norm: nn.Module | None = None, act: str | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return ``linears(norm(x))``, gated if `act` is given, plus the residual.
+    """Return ``linears(norm(x))``, gated if `act` is given, times `factor`, plus the residual.
 
     Raises:
         _Unsupported: The kernel does not compute it.
@@ -173,11 +175,22 @@ def product(
         raise _Unsupported(f"a product of {x.shape[-1]} x {weight.shape[0]}: {reason}")
     gain, eps, offset = None, 0.0, 0.0
     if norm is not None:
-        options = dict(replace.replaced(norm).options)
-        gain, eps, offset = norm.weight, getattr(norm, options["eps"]), options["offset"]
+        gain, eps, offset = norm.weight, *_numbers(norm)
+        constant = constant and gain.data_ptr() % 16 == 0  # else it is copied
     return decode_linear.FORWARD.call(
-        x, weight, scale, bias, residual, gain, None, act, act is not None, constant, float(eps), float(offset)
+        x, weight, scale, bias, residual, gain, None, act, act is not None, constant, eps, offset, float(factor)
     )
+
+
+def _numbers(norm: nn.Module) -> tuple[float, float]:
+    """Return the epsilon of a replaced norm, and what is added to its weight."""
+    options = dict(replace.replaced(norm).options)
+    return float(getattr(norm, options["eps"])), float(options["offset"])
+
+
+def _normed_sum(x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
+    """Return ``residual + norm(x)``."""
+    return step_norm.FORWARD.call(x, norm.weight, residual, *_numbers(norm))
 
 
 def _check_norm(norm: nn.Module, x: Tensor) -> None:
@@ -189,40 +202,42 @@ def _check_norm(norm: nn.Module, x: Tensor) -> None:
 
 
 def layer(
-    module: nn.Module, x: Tensor, tables: Any, mask: Any, cache: Any, heads_of: Callable[..., Any],
+    module: nn.Module, x: Tensor, tables: Any, mask: Any, cache: Any, heads_of: Callable[..., Any], branch: str,
     kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
-    """Return the result of a decoder layer whose branches are added as they are; None if it must run as usual.
+    """Return the result of a decoder layer, None if it must run as usual.
 
     `heads_of(attention, qkv, tables, mask, options, cache)` writes to the cache and returns the result of the
-    attention, or q with all keys and values, or None.
+    attention, or q with all keys and values, or None. `branch`: what happens to a branch before it is added: nothing
+    (""), it is "scaled", or "normed".
     """
-    reason = None
     try:
-        return _layer(module, x, tables, mask, cache, heads_of, kwargs)
+        result, reason = _layer(module, x, tables, mask, cache, heads_of, branch, kwargs)
     except _Unsupported as found:
-        reason = str(found)
-    finally:
-        _record(module, reason)
-    return None
+        result, reason = None, str(found)
+    _record(module, reason)
+    return result
 
 
-def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
-    attention, mlp = module.self_attn, module.mlp
+def _layer(module, x, tables, mask, cache, heads_of, branch, kwargs) -> tuple[Tensor, str | None]:
+    """Return the result of a layer, and why its MLP ran as usual, None if it did not."""
+    attention, mlp, normed = module.self_attn, module.mlp, branch == "normed"
     kinds = [replace.replaced(child) for child in (attention, mlp)]
-    if kinds[0] is None or kinds[0].kind != "fused_attention" or kinds[1] is None or kinds[1].kind != "fused_mlp":
-        raise _Unsupported("its attention or MLP is not fused")
-    if any(is_watched(child) for child in (attention, mlp, attention.o_proj, mlp.down_proj)):
+    if kinds[0] is None or kinds[0].kind != "fused_attention":
+        raise _Unsupported("its attention is not fused")
+    if any(is_watched(child) for child in (attention, attention.o_proj)):
         raise _Unsupported("a part of it has hooks")
-    norms = module.input_layernorm, module.post_attention_layernorm
+    first, second = module.input_layernorm, module.post_attention_layernorm
+    norms = (first, second, module.pre_feedforward_layernorm, module.post_feedforward_layernorm) if normed else (first,)
     for norm in norms:
         _check_norm(norm, x)
-    for linears in ((attention.o_proj,), (mlp.down_proj,), [mlp._modules[name] for name in _GATE_UP]):
-        _matrix(x, linears)  # before anything is written to the cache
+    _matrix(x, (attention.o_proj,))  # before anything is written to the cache
     if cache is None or x.dim() != 3 or x.shape[1] != 1:
         raise _Unsupported("it has no cache, or several tokens of a sequence")
+    factor = module.residual_multiplier if branch == "scaled" else 1.0
+    why = _why_not_fused(mlp, kinds[1], norms[2] if normed else second, x)
     options = dict(kinds[0].options)
-    qkv = product(x, [attention._modules[name] for name in _QKV], norms[0])
+    qkv = product(x, [attention._modules[name] for name in _QKV], first)
     mixed = heads_of(attention, qkv, tables, mask, options, cache)
     if mixed is None:
         raise _Unsupported("its rotation is of another form")
@@ -231,9 +246,36 @@ def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
             kwargs["softcap"] = attention.attn_logit_softcapping
         mixed, _ = attentions.attention_forward(attention, *mixed, mask, scaling=attention.scaling, **kwargs)
     mixed = mixed.reshape(*x.shape[:-1], -1)
-    x = product(mixed, (attention.o_proj,), residual=x)
-    gated = product(x, [mlp._modules[name] for name in _GATE_UP], norms[1], act=dict(kinds[1].options)["act"])
-    return product(gated, (mlp.down_proj,), residual=x)
+
+    def added(y: Tensor, linear: nn.Module, x: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is not None:
+            return _normed_sum(product(y, (linear,)), norm, x)
+        return product(y, (linear,), residual=x, factor=factor)
+
+    x = added(mixed, attention.o_proj, x, second if normed else None)
+    before, behind = (norms[2], norms[3]) if normed else (second, None)
+    if why is None:
+        gated = product(x, [mlp._modules[name] for name in _GATE_UP], before, act=dict(kinds[1].options)["act"])
+        return added(gated, mlp.down_proj, x, behind), None
+    y = mlp(before(x))
+    if normed:
+        return _normed_sum(as_tensors(y), behind, x), why
+    return x + (y if factor == 1.0 else y * factor), why
+
+
+def _why_not_fused(mlp: nn.Module, kind: Recognized | None, norm: nn.Module, x: Tensor) -> str | None:
+    """Return why an MLP runs as usual behind a fused attention, None if its products have norm and sum inside."""
+    if kind is None or kind.kind != "fused_mlp":
+        return "its MLP is not one with gate_proj, up_proj and down_proj"
+    try:
+        if is_watched(mlp) or is_watched(mlp.down_proj):
+            raise _Unsupported("its MLP has hooks")
+        _check_norm(norm, x)
+        for linears in ((mlp.down_proj,), [mlp._modules[name] for name in _GATE_UP]):
+            _matrix(x, linears)
+    except _Unsupported as found:
+        return str(found)
+    return None
 
 
 def writes_cache(layer: Any, size: int) -> bool:

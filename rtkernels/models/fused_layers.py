@@ -139,9 +139,9 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=None, **kwargs,
         ):  # fmt: skip
-            if not branch and decoding.is_step(hidden_states):
+            if decoding.is_step(hidden_states):
                 given = position_embeddings, attention_mask, past_key_values
-                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, branch, dict(kwargs))
                 if result is not None:
                     return result
             normed, residual = first(self, hidden_states)
@@ -158,9 +158,9 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
             past_key_values=None, **kwargs,
         ):  # fmt: skip
-            if not branch and decoding.is_step(hidden_states):
+            if decoding.is_step(hidden_states):
                 given = position_embeddings, attention_mask, past_key_values
-                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, branch, dict(kwargs))
                 if result is not None:
                     return result
             normed, residual = first(self, hidden_states)

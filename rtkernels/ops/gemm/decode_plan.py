@@ -38,7 +38,7 @@ KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
-    "octets_:i64 row_shift_:i64 pass_octets_:i64 prefetch:i64 flags:i64 types:i64 eps:f64 offset:f64",
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 prefetch:i64 flags:i64 types:i64 eps:f64 offset:f64 factor:f64",
     variants=[
         (codes or math, math, tokens)
         for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
@@ -140,7 +140,7 @@ def steps(product: Product, device: int) -> Steps:
     return launches(product, device)
 
 
-def launches(product: Product, device: int, norm: bool = False, constant: bool = False) -> Steps:
+def launches(product: Product, device: int, norm: bool = False, constant: bool = False, factor: bool = False) -> Steps:
     """Return the launch of a product, with a norm of the rows of a if `norm` is set.
 
     Args:
@@ -148,6 +148,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
         device: CUDA ordinal, or -1 for the host emulator.
         norm: The rows of a are normalised first; the call has numbers ``eps`` and ``offset``.
         constant: No kernel that may still be running writes the weights, so that they are loaded without waiting.
+        factor: The call has a number ``factor``, by which results are multiplied before `add` is added.
     """
     p, info = product, device_info(device)
     if p.m == 0 or p.n == 0:
@@ -183,6 +184,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
         Step(
             launch, "a", "b", "scale_b" if s else 0, "bias" if p.bias else 0, "add" if p.add else 0,
             "norm_weight" if norm else 0, "out", *numbers, *(("eps", "offset") if norm else (0.0, 0.0)),
+            "factor" if factor else 1.0,
         )
     )  # fmt: skip
 
