@@ -47,7 +47,8 @@ def weights(name: str, n: int, k: int, dtype: torch.dtype, g: torch.Generator):
 
 
 def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: bool = False, act: str | None = None,
-         gated: bool = False, add: bool = False, bias: bool = False, factor: float = 1.0, lead: tuple[int, ...] = ()):  # fmt: skip
+         gated: bool = False, add: bool = False, bias: bool = False, factor: float = 1.0,
+         lead: tuple[int, ...] = ()):  # fmt: skip
     """Return arguments of the operator, the exact result and the error that fp32 sums and one rounding may have."""
     g = torch.Generator().manual_seed(m + n + k)
     x = torch.randn(*lead, m, k, generator=g).to(dtype)

@@ -46,7 +46,8 @@ def test_strides_and_special_values(place: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "value", "message"), [
-    (1, torch.zeros(7, dtype=torch.bfloat16), "weight"), (2, torch.zeros(3, 1, 8), "residual"), (0, torch.zeros(2), "x"),
+    (1, torch.zeros(7, dtype=torch.bfloat16), "weight"), (2, torch.zeros(3, 1, 8), "residual"),
+    (0, torch.zeros(2), "x"),
 ])  # fmt: skip
 def test_wrong_arguments(place: int, value: object, message: str) -> None:
     given = list(case())
