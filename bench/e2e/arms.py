@@ -26,6 +26,27 @@ _TINY = {
     "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 MODELS = {"dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE)}
+_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN3_06B = {
+    "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, **_HEADS, "tie_word_embeddings": True,
+}  # fmt: skip
+_QWEN3_8B = {
+    "num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA = {
+    "num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True, "vocab_size": 128256,
+}  # fmt: skip
+_GEMMA3 = {
+    "num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+# Models of ``bench e2e infer --rows``: those above, Qwen3 of 0.6 B, 8 layers of Qwen3 8 B, a Llama, Gemma 3 1 B.
+DECODED = {
+    "qwen3_06b": ("qwen3", _QWEN3_06B), "qwen3_09b": ("qwen3", _DENSE), "qwen3_8b_8": ("qwen3", _QWEN3_8B),
+    "llama": ("llama", _LLAMA), "gemma3": ("gemma3_text", _GEMMA3), "qwen3_moe": ("qwen3_moe", _MOE),
+}  # fmt: skip
 
 
 def build(
@@ -34,11 +55,12 @@ def build(
     """Return a model with random weights, the same at every call; with `layers` layers, or the number above."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, sizes = MODELS[model]
+    kind, sizes = (MODELS | DECODED)[model]
     sizes = {**sizes, **({k: v for k, v in _TINY.items() if k in sizes} if tiny else {})}
     if layers is not None:
         sizes["num_hidden_layers"] = layers
-    config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
+    sizes = {"vocab_size": vocabulary, **sizes} if not tiny else {**sizes, "vocab_size": vocabulary}
+    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
