@@ -71,7 +71,8 @@ def bytes_of(model: Any, prompt: int, new: int, batch: int) -> int:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or keys
     seen = sum(min(keys, window) if kind == "sliding_attention" else keys for kind in kinds)
-    return int(total) + batch * seen * 2 * 2 * config.num_key_value_heads * config.head_dim
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(total) + batch * seen * 2 * 2 * config.num_key_value_heads * width
 
 
 def copy_rate(device: str) -> float:

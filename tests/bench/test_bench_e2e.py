@@ -246,7 +246,8 @@ def test_rows_of_decoding(tmp_path, monkeypatch, capsys) -> None:
     experts = sum(p.nbytes for name, p in tensors.items() if ".experts." in name)
     rest = sum(p.nbytes for name, p in tensors.items() if ".experts." not in name and "embed" not in name)
     rest += sum(b.nbytes for b in model.buffers())
-    keys = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (10 + 3)
+    width = config.hidden_size // config.num_attention_heads
+    keys = 4 * config.num_hidden_layers * config.num_key_value_heads * width * (10 + 3)
     share = config.num_experts_per_tok / config.num_experts
     assert decode_rows.bytes_of(model, 10, 6, 1) == int(rest + experts * share) + keys
     assert decode_rows.bytes_of(model, 10, 6, 64) == rest + experts + 64 * keys
