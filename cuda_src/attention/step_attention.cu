@@ -82,13 +82,14 @@ struct StepHead {
 
 RTK_DEVICE float step_larger(float a, float b) { return a > b || a != a ? a : b; }  // NaN if one is
 
+// `flags`: also four bits each of the types of angles and of norm weights (common/any_type.cuh).
 template <typename T, int D>
 __global__ void __launch_bounds__(32 * kStepWarps)
     step_attention(const T* qkv, const void* q_weight, const void* k_weight, const void* cosines, const void* sines,
                    const i64* positions, const i32* slots, const i32* lengths, const float* sinks, T* k_cache, T* v_cache,
                    T* out, i64 group_, i64 kv_heads, i64 rotary, i64 qkv_row, i64 angle_row, i64 angle_rows, i64 k_batch,
                    i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 capacity, i64 stages_, i64 flags,
-                   i64 angle_type, i64 weight_type, double eps, double offset, double scale, double softcap) {
+                   double eps, double offset, double scale, double softcap) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr int kKeyPitch = 2 * D + 64, kValuePitch = 2 * D + 16, kStage = kStepKeys * (kKeyPitch + kValuePitch);
     constexpr int kSumPitch = D + 8, kQuads = D / 4, kRound = kStepBlocks * kStepWarps * kStepKeys;
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(32 * kStepWarps)
     i64 angles = batch;
     if (positions != nullptr) angles = min(max(static_cast<const volatile i64*>(positions)[batch], i64{0}), angle_rows - 1);
     const StepHead<T, D> head = {cosines, sines, angles * angle_row, static_cast<int>(rotary) / 2,
-                                 static_cast<int>(angle_type), static_cast<int>(weight_type), (flags & kWholeTables) != 0,
+                                 static_cast<int>(flags >> 4 & 15), static_cast<int>(flags >> 8 & 15), (flags & kWholeTables) != 0,
                                  (flags & kInterleavedPairs) != 0, static_cast<float>(eps), static_cast<float>(offset)};
     const T* const x = qkv + batch * qkv_row;
     const i64 q_heads = kv_heads * group_;

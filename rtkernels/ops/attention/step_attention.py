@@ -31,7 +31,7 @@ _KERNEL = Kernel(
     args="qkv:ptr q_weight:ptr k_weight:ptr cosines:ptr sines:ptr positions:ptr slots:ptr lengths:ptr sinks:ptr "
     "k_cache:ptr v_cache:ptr out:ptr group_:i64 kv_heads:i64 rotary:i64 qkv_row:i64 angle_row:i64 angle_rows:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 capacity:i64 stages_:i64 flags:i64 "
-    "angle_type:i64 weight_type:i64 eps:f64 offset:f64 scale:f64 softcap:f64",
+    "eps:f64 offset:f64 scale:f64 softcap:f64",
     variants=[(t, d) for t in ("bf16", "fp16") for d in _WIDTHS],
 )  # fmt: skip
 
@@ -103,10 +103,11 @@ def _plan(qkv, q_weight, cos, positions, k_cache, v_cache, rotary, interleaved, 
         overlap=True, cluster=_BLOCKS,
     )  # fmt: skip
     flags = _WHOLE * (cos.shape[1] == rotary) + _INTERLEAVED * interleaved + _CONSTANT * constant
+    flags += ANY_TYPE[DTYPE_TOKEN[cos.dtype]] << 4
+    flags += ANY_TYPE[DTYPE_TOKEN[q_weight.dtype]] << 8 if q_weight is not None else 0
     numbers = (
         q_heads // kv_heads, kv_heads, rotary, qkv.row_stride if batch > 1 else 0, cos.shape[1], cos.shape[0],
-        *k_cache.stride[:3], *v_cache.stride[:3], rows, stages, flags, ANY_TYPE[DTYPE_TOKEN[cos.dtype]],
-        ANY_TYPE[DTYPE_TOKEN[q_weight.dtype]] if q_weight is not None else 0,
+        *k_cache.stride[:3], *v_cache.stride[:3], rows, stages, flags,
     )  # fmt: skip
     names = (
         "qkv", "q_weight", "k_weight", "cos", "sin", "positions", "slots", "lengths", "sinks", "k_cache", "v_cache",
