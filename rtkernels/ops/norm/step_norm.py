@@ -37,8 +37,8 @@ def _plan(x: Meta, device: int) -> Steps:
 
 
 def _reference(x, weight, residual, eps, offset) -> Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (offset + weight.float())
+    in_fp32 = x.float()
+    normed = in_fp32 * torch.rsqrt(in_fp32.square().mean(-1, keepdim=True) + eps) * (offset + weight.float())
     return (residual.float() + normed.to(x.dtype).float()).to(x.dtype).contiguous()
 
 

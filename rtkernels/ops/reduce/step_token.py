@@ -43,10 +43,10 @@ def _plan(logits: Meta, stop, rings, pad, device) -> Steps:
     batch, vocabulary = logits.shape
     size = logits.dtype.itemsize
     stride = logits.row_stride if batch > 1 else vocabulary
-    wide = vector_bytes(logits.misaligned, vocabulary * size, stride * size) == 16
+    aligned16 = vector_bytes(logits.misaligned, vocabulary * size, stride * size) == 16
     blocks = _BLOCKS if "cluster" in device_info(device).target.features else 1
     launch = _KERNEL.bind(
-        (logits.token, 16 // size if wide else 1), device, (blocks, batch), _THREADS, overlap=True, cluster=blocks
+        (logits.token, 16 // size if aligned16 else 1), device, (blocks, batch), _THREADS, overlap=True, cluster=blocks
     )
     names = ("logits", "stop", "rings", "token", "position", "length", "active", "columns", "result", "places")
     numbers = (vocabulary, stride, 0 if stop is None else stop.shape[0], pad, batch, rings.shape[0])
