@@ -11,8 +11,8 @@
 // whose warp has row slots[b] writes it to the cache, and that warp takes it from shared memory. Accumulators of warps,
 // then of blocks through distributed shared memory, are merged in a fixed order: results do not depend on timing.
 //
-// The kernel may start before the previous one has ended. With kConstantCache, lengths, slots and older rows of the cache
-// are read before it waits.
+// The kernel may start before the previous one has ended. With kConstantCache, lengths, slots, norm weights, angles and older
+// rows of the cache are read before it waits.
 //
 // Shared memory: stages [8][stages][16 keys, 16 values], later the accumulators of warps; q [16][kKeyPitch]; the new key
 // and value; what blocks send, [8][2][D] and [8][2] pairs; maxima and softmax sums of warps [8][16] each.
@@ -43,8 +43,30 @@ struct StepHead {
     RTK_DEVICE int first_of(int p) const { return p < half ? (interleaved ? 2 * p : p) : 2 * p; }
     RTK_DEVICE int second_of(int p) const { return p < half ? (interleaved ? 2 * p + 1 : p + half) : 2 * p + 1; }
 
+    // Factors of a lane's pairs, which no kernel of a step writes.
+    struct Factors {
+        float gain[kPairs][2], cosine[kPairs][2], sine[kPairs][2];
+    };
+    RTK_DEVICE void load(const void* weight, bool rotates, Factors& f) const {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+            const int p = lane + kWarp * j;
+            const int at[2] = {first_of(p), second_of(p)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                f.gain[j][i] = weight != nullptr ? offset + load_any(weight, weight_type, at[i]) : 1.0f;
+                f.cosine[j][i] = 1.0f, f.sine[j][i] = 0.0f;
+                if (rotates && p < half) {
+                    f.cosine[j][i] = load_any(cosines, angle_type, angles + (whole ? at[i] : p));
+                    f.sine[j][i] = load_any(sines, angle_type, angles + (whole ? at[i] : p));
+                }
+            }
+        }
+    }
+
     // `x` was written by the previous kernel, which may still have run when this one started: no read-only loads.
-    RTK_DEVICE void write(const T* x, const void* weight, bool rotates, ptx::SharedAddress to) const {
+    RTK_DEVICE void write(const T* x, bool normed, bool rotates, const Factors& f, ptx::SharedAddress to) const {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         auto value = [&](int i) {
             float v[1];
@@ -59,20 +81,16 @@ struct StepHead {
             square += a[j] * a[j] + b[j] * b[j];
         }
         float rstd = 1.0f;
-        if (weight != nullptr) rstd = rsqrtf(warp_reduce<Sum>(square) / static_cast<float>(D) + eps);
+        if (normed) rstd = rsqrtf(warp_reduce<Sum>(square) / static_cast<float>(D) + eps);
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
             const int p = lane + kWarp * j, first = first_of(p), second = second_of(p);
-            if (weight != nullptr) {
-                a[j] *= rstd * (offset + load_any(weight, weight_type, first));
-                b[j] *= rstd * (offset + load_any(weight, weight_type, second));
-            }
+            a[j] *= rstd * f.gain[j][0];
+            b[j] *= rstd * f.gain[j][1];
             float one[1] = {a[j]}, other[1] = {b[j]};
             if (rotates && p < half) {
-                auto angle = [&](const void* table, int i) { return load_any(table, angle_type, angles + i); };
-                const int of_first = whole ? first : p, of_second = whole ? second : p;
-                one[0] = a[j] * angle(cosines, of_first) - b[j] * angle(sines, of_first);
-                other[0] = b[j] * angle(cosines, of_second) + a[j] * angle(sines, of_second);
+                one[0] = a[j] * f.cosine[j][0] - b[j] * f.sine[j][0];
+                other[0] = b[j] * f.cosine[j][1] + a[j] * f.sine[j][1];
             }
             ptx::st_shared_2(to + 2 * first, pack<T, 1>(one).w[0]);
             ptx::st_shared_2(to + 2 * second, pack<T, 1>(other).w[0]);
@@ -82,11 +100,11 @@ struct StepHead {
 
 RTK_DEVICE float step_larger(float a, float b) { return a > b || a != a ? a : b; }  // NaN if one is
 
-// `flags`: also four bits each of the types of angles and of norm weights (common/any_type.cuh).
+// `flags`: also four bits each of the types of angles, norm weights and sinks (common/any_type.cuh).
 template <typename T, int D>
 __global__ void __launch_bounds__(32 * kStepWarps)
     step_attention(const T* qkv, const void* q_weight, const void* k_weight, const void* cosines, const void* sines,
-                   const i64* positions, const i32* slots, const i32* lengths, const float* sinks, T* k_cache, T* v_cache,
+                   const i64* positions, const i32* slots, const i32* lengths, const void* sinks, T* k_cache, T* v_cache,
                    T* out, i64 group_, i64 kv_heads, i64 rotary, i64 qkv_row, i64 angle_row, i64 angle_rows, i64 k_batch,
                    i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 capacity, i64 stages_, i64 flags,
                    double eps, double offset, double scale, double softcap) {
@@ -135,8 +153,6 @@ __global__ void __launch_bounds__(32 * kStepWarps)
         Raw<16> zero = {};
         ptx::st_shared_16(ptx::shared_address(queries + (group + i / (D / 8)) * kKeyPitch + i % (D / 8) * 16), zero);
     }
-    if (constant) ptx::wait_for_previous();
-
     i64 angles = batch;
     if (positions != nullptr) angles = min(max(static_cast<const volatile i64*>(positions)[batch], i64{0}), angle_rows - 1);
     const StepHead<T, D> head = {cosines, sines, angles * angle_row, static_cast<int>(rotary) / 2,
@@ -144,12 +160,18 @@ __global__ void __launch_bounds__(32 * kStepWarps)
                                  (flags & kInterleavedPairs) != 0, static_cast<float>(eps), static_cast<float>(offset)};
     const T* const x = qkv + batch * qkv_row;
     const i64 q_heads = kv_heads * group_;
+    typename StepHead<T, D>::Factors factors;
+    auto weight_at = [&](int h) { return h == group + 1 ? nullptr : h < group ? q_weight : k_weight; };
+    if (warp < group + 2) head.load(weight_at(warp), warp != group + 1, factors);
+    ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
+    if (constant) ptx::wait_for_previous();
 #pragma unroll 1
     for (int h = warp; h < group + 2; h += kStepWarps) {
         const bool is_q = h < group, is_v = h == group + 1;
+        if (h != warp) head.load(weight_at(h), !is_v, factors);
         const i64 from = is_q ? head_kv * group_ + h : q_heads + (is_v ? kv_heads : 0) + head_kv;
         u8* const to = is_q ? queries + h * kKeyPitch : fresh + (is_v ? 2 * D : 0);
-        head.write(x + from * D, is_v ? nullptr : is_q ? q_weight : k_weight, !is_v, ptx::shared_address(to));
+        head.write(x + from * D, weight_at(h) != nullptr, !is_v, factors, ptx::shared_address(to));
     }
     __syncthreads();
     if (slot >= 0 && slot < capacity && slot / kStepKeys % kStepBlocks == rank && threadIdx.x < 2 * (D / 8)) {
@@ -251,7 +273,7 @@ __global__ void __launch_bounds__(32 * kStepWarps)
         for (int i = 0; i < D / 8; ++i)
             *reinterpret_cast<float2*>(sums + (g + 8 * r) * kSumPitch + 8 * i + 2 * t) = make_float2(sum[i][2 * r], sum[i][2 * r + 1]);
     }
-    ptx::cluster_barrier();  // also: all blocks have started, so that their memory may be written
+    __syncthreads();
 
     // Rescales a softmax sum from its own maximum to another one.
     auto weight_of = [&](float own_top, float common) { return own_top == minus_infinity ? 0.0f : ptx::ex2(own_top - common); };
@@ -281,7 +303,7 @@ __global__ void __launch_bounds__(32 * kStepWarps)
     const int row = rank + kStepBlocks * own_row;
     if (own_row >= 2 || row >= group) return;
     const i64 q_head = head_kv * group_ + row;
-    const float sink = sinks == nullptr ? minus_infinity : sinks[q_head] * 1.4426950408889634f;
+    const float sink = sinks == nullptr ? minus_infinity : load_any(sinks, static_cast<int>(flags >> 12 & 15), q_head) * 1.4426950408889634f;
     float common = sink;
     for (int r = 0; r < kStepBlocks; ++r) common = step_larger(common, arrived_state[2 * (2 * r + own_row)]);
     float value[4] = {}, all = weight_of(sink, common);

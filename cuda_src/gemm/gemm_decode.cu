@@ -12,8 +12,9 @@
 // kConstantWeights, weights are loaded at once, without waiting for it: what the rings hold, and `prefetch` octets behind
 // that into L2, so that memory is busy while the block waits.
 //
-// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][8
-// TOKENS][8], sums of blocks [parts][octets that the block finishes][8 TOKENS][8].
+// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
+// [8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
+// cannot load its weights before this one ends.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_decode_stage.cuh"
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     __shared__ float squares[16 * 8];
     using Warp = DecodeWarp<Codes, Math, TOKENS>;
     using Rows = DecodeRows<Math, Warp::kParts>;
-    constexpr int kOctetSums = 64 * TOKENS;
+    const int octet_sums = 8 * static_cast<int>(m_);
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
     const bool gated = (flags & kDecodeGated) != 0, scaled = Warp::kParts > 1 && groups != 0;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base + rings, pitch};
     u8* const norm_in_shared = memory + rings + m * pitch;
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
-    float* const received = sums + along_k * pass_octets * kOctetSums;
+    float* const received = sums + along_k * pass_octets * octet_sums;
 
     int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;
     auto fetch = [&]() {
@@ -240,6 +241,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     const bool has_first = share.token < m && first_row < n;
     DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
     if (has_first && (row_scale != nullptr || bias != nullptr)) first_terms = terms_of(share.token, first_row, first_row + first_half, nullptr);
+    if (parts > 1) ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
     if (constant) ptx::wait_for_previous();
 
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
@@ -288,25 +290,30 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             }
             if (!scaled) own.promote(make_float2(1.0f, 1.0f));
             own.settle_flags(t);
-            float* to = sums + (warp_k * pass_octets + octet) * kOctetSums + g * 8 + 2 * t;
-            *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
-            if constexpr (TOKENS == 2) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
+            float* to = sums + (warp_k * pass_octets + octet) * octet_sums + g * 8 + 2 * t;
+            if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
+            if constexpr (TOKENS == 2)
+                if (g + 8 < m) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
         }
         auto of_warps = [&](int octet, int place) {
             float sum = 0.0f;
 #pragma unroll 4
-            for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * kOctetSums + place];
+            for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * octet_sums + place];
             return sum;
         };
         const int finished = pass_octets + parts - 1 >> parts_shift;  // octets that a block finishes: every `parts`th
         if (parts > 1) {
-            ptx::cluster_barrier();  // also: others have read what was sent in the last pass
+            if (first == 0) {
+                __syncthreads();
+            } else {
+                ptx::cluster_barrier();  // also: others have read what was sent in the last pass
+            }
 #pragma unroll 1
             for (int token = share.token; token < m; token += share.tokens())
 #pragma unroll 1
                 for (int i = share.element; i < 8 * here; i += share.elements()) {
                     const int octet = i / 8, place = token * 8 + i % 8;
-                    float* to = received + (rank * finished + (octet >> parts_shift)) * kOctetSums + place;
+                    float* to = received + (rank * finished + (octet >> parts_shift)) * octet_sums + place;
                     ptx::st_cluster(ptx::shared_address(to), octet & parts - 1, of_warps(octet, place));
                 }
             ptx::cluster_barrier();
@@ -325,7 +332,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
                 if (exists && parts == 1) sum = of_warps(octet, place);
                 if (exists && parts > 1) {
 #pragma unroll 1
-                    for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * kOctetSums + place];
+                    for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * octet_sums + place];
                 }
                 DecodeTerms terms = first_terms;
                 if (residual != nullptr) terms.residual = decode_number(first_residual, type(1));

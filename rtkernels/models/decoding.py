@@ -244,6 +244,8 @@ def _layer(module, x, tables, mask, cache, heads_of, branch, kwargs) -> tuple[Te
     if not isinstance(mixed, Tensor):
         if options["capped"]:
             kwargs["softcap"] = attention.attn_logit_softcapping
+        if options["sinks"]:
+            kwargs["s_aux"] = attention.sinks
         mixed, _ = attentions.attention_forward(attention, *mixed, mask, scaling=attention.scaling, **kwargs)
     mixed = mixed.reshape(*x.shape[:-1], -1)
 
@@ -258,6 +260,7 @@ def _layer(module, x, tables, mask, cache, heads_of, branch, kwargs) -> tuple[Te
         gated = product(x, [mlp._modules[name] for name in _GATE_UP], before, act=dict(kinds[1].options)["act"])
         return added(gated, mlp.down_proj, x, behind), None
     y = mlp(before(x))
+    y = y[0] if isinstance(y, tuple) else y  # GPT-OSS's also returns scores
     if normed:
         return _normed_sum(as_tensors(y), behind, x), why
     return x + (y if factor == 1.0 else y * factor), why

@@ -36,11 +36,12 @@ _CHECKPOINTING = "transformers.modeling_layers"
 
 
 class AttentionForm(NamedTuple):
-    """Differences between attention forwards: where the window is, if q and k are normalised, scores are capped."""
+    """Differences between attention forwards: where the window is, if q and k are normalised, scores capped, sinks."""
 
     window: str | None
     normed: bool
     capped: bool = False
+    sinks: bool = False
 
 
 # By hash of the forward: the order of its arguments, and what is done to a branch before it is added: nothing, it is
@@ -49,6 +50,7 @@ LAYERS = {
     "1a8125909341e389": ("cached", ""),  # Llama, Mistral, Qwen2, Qwen3, their MoE, DeepSeek-V3, GLM, OLMoE, ...
     "d4699009e63a2518": ("positions first", ""),
     "bb8119d990e32de7": ("cached", "scaled"),
+    "a6e4ee9acdf9615c": ("cached", ""),  # GPT-OSS, whose experts also return scores
     "eb03c623c021985a": ("positions first", "normed"),  # Gemma 2, Gemma 3
 }
 ATTENTIONS = {
@@ -58,6 +60,7 @@ ATTENTIONS = {
     "2059eea546b068e1": AttentionForm("config", False),  # Mistral, Mixtral
     "6c04c8ec26bd1a71": AttentionForm("module", True),  # Gemma 3
     "4fc2323f2d8a8362": AttentionForm("module", False, capped=True),  # Gemma 2
+    "704a17e0c56a55b7": AttentionForm("module", False, sinks=True),  # GPT-OSS
 }
 
 
@@ -131,6 +134,7 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
         if not scaled and kind is not None and kind.kind == "fp8_mlp" and residual.dtype == hidden_states.dtype:
             return self.mlp(hidden_states, residual=residual)
         hidden_states = self.mlp(hidden_states)
+        hidden_states = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
         return residual + (hidden_states * self.residual_multiplier if scaled else hidden_states)
 
     if order == "cached":
@@ -194,8 +198,11 @@ def _attention_kind(module: nn.Module) -> Recognized:
         if getattr(module.q_norm, norm[0]) != getattr(module.k_norm, norm[0]):
             raise NotRecognized("its norms of q and k differ")
     return Recognized(
-        "fused_attention", (("names", names), ("norm", norm), ("window", form.window), ("capped", form.capped))
-    )
+        "fused_attention",
+        (
+            ("names", names), ("norm", norm), ("window", form.window), ("capped", form.capped), ("sinks", form.sinks),
+        ),
+    )  # fmt: skip
 
 
 def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
@@ -232,13 +239,16 @@ def _heads_in_step(
     weights, eps, offset = (None, None), 0.0, 0.0
     if norm is not None:
         weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0]), norm[1]
-    given = (qkv.view(batch, -1), *weights, *(t[:, 0].expand(batch, -1) for t in (cos, sin)))
+    angles = [t[:, 0].expand(batch, -1) for t in (cos, sin)]
+    given = qkv.view(batch, -1), *weights, *angles
     slots, rotated = layer.lengths.slots, (rotation["rotary"] or size, rotation["interleaved"])
     if decoding.attends(layer, mask, self.q_proj.weight.shape[0] // size):
         softcap = self.attn_logit_softcapping if options["capped"] else None
+        sinks = self.sinks if options["sinks"] else None
+        constant = all(t.is_contiguous() for t in angles)  # others are copied, so a kernel writes them
         return step_attention.FORWARD.call(
-            *given, None, slots, layer.lengths.seen, None, layer.k, layer.v, *rotated, True, float(eps), float(offset),
-            float(self.scaling), float(softcap or 0.0),
+            *given, None, slots, layer.lengths.seen, sinks, layer.k, layer.v, *rotated, constant, float(eps),
+            float(offset), float(self.scaling), float(softcap or 0.0),
         )  # fmt: skip
     q = decode_heads.HEADS.call(*given, slots, layer.k, layer.v, *rotated, float(eps), float(offset))
     return q.unsqueeze(2), layer.keys, layer.values
@@ -276,8 +286,9 @@ def _rotated(
 
 
 def _attention(
-    original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None, capped: bool = False
-) -> Forward:
+    original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None, capped: bool = False,
+    sinks: bool = False,
+) -> Forward:  # fmt: skip
     separate, file, (_, form) = viewed(original.forward, dict(names)), original.forward.__globals__, names[0]
     functions, eager = file["ALL_ATTENTION_FUNCTIONS"], file["eager_attention_forward"]
 
@@ -296,6 +307,8 @@ def _attention(
             )
         if capped:
             kwargs["softcap"] = self.attn_logit_softcapping
+        if sinks:
+            kwargs["s_aux"] = self.sinks
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         mixed, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)

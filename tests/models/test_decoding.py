@@ -104,8 +104,9 @@ def test_logits_are_as_close_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors[1] <= 1.15 * errors[0]
 
 
-def test_experts_run_as_usual_behind_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("qwen3_moe", torch.bfloat16)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_run_as_usual_behind_fused_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(kind, torch.bfloat16)
     models.patch(model, attention=True, fused_layers=True)
     with monkeypatch.context() as context:
         context.setattr(decoding, "MAX_ROWS", 0)

@@ -90,7 +90,7 @@ def unsupported(q_heads: int, k_cache: Meta, v_cache: Meta, device: int) -> str 
     return None
 
 
-def _plan(qkv, q_weight, cos, positions, k_cache, v_cache, rotary, interleaved, constant, scale, softcap, device):
+def _plan(qkv, q_weight, cos, sinks, k_cache, v_cache, rotary, interleaved, constant, scale, softcap, device):
     batch, rows, kv_heads, width = k_cache.shape
     q_heads, _ = decode_heads.head_counts(qkv, k_cache)
     if unsupported(q_heads, k_cache, v_cache, device) is not None:
@@ -105,6 +105,7 @@ def _plan(qkv, q_weight, cos, positions, k_cache, v_cache, rotary, interleaved, 
     flags = _WHOLE * (cos.shape[1] == rotary) + _INTERLEAVED * interleaved + _CONSTANT * constant
     flags += ANY_TYPE[DTYPE_TOKEN[cos.dtype]] << 4
     flags += ANY_TYPE[DTYPE_TOKEN[q_weight.dtype]] << 8 if q_weight is not None else 0
+    flags += ANY_TYPE[DTYPE_TOKEN[sinks.dtype]] << 12 if sinks is not None else 0
     numbers = (
         q_heads // kv_heads, kv_heads, rotary, qkv.row_stride if batch > 1 else 0, cos.shape[1], cos.shape[0],
         *k_cache.stride[:3], *v_cache.stride[:3], rows, stages, flags,
@@ -129,9 +130,8 @@ def _reference(
     used = lengths.clamp(0, k_cache.shape[1])
     outside = torch.arange(k_cache.shape[1], dtype=torch.int64, device=qkv.device) >= used.view(-1, 1)
     k, v = (t.float().masked_fill(outside[:, :, None, None], 0.0) for t in (k_cache, v_cache))
-    out, _ = reference.forward(
-        q.float().unsqueeze(1), k, v, sinks, None, used, None, None, None, scale, -1, 0, softcap
-    )  # fmt: skip
+    extra = None if sinks is None else sinks.float()
+    out, _ = reference.forward(q.float()[:, None], k, v, extra, None, used, None, None, None, scale, -1, 0, softcap)
     return out.squeeze(1).to(qkv.dtype)
 
 
@@ -146,7 +146,7 @@ FORWARD = Operator(
         Rows("qkv", HALVES), Dense("q_weight", FLOAT_DTYPES, optional=True),
         Dense("k_weight", FLOAT_DTYPES, optional=True), Dense("cos", FLOAT_DTYPES), Dense("sin", FLOAT_DTYPES),
         Dense("positions", None, optional=True), Dense("slots", None), Dense("lengths", None),
-        Dense("sinks", (torch.float32,), optional=True), InPlace("k_cache", None), InPlace("v_cache", None),
+        Dense("sinks", FLOAT_DTYPES, optional=True), InPlace("k_cache", None), InPlace("v_cache", None),
     ),
     options="int rotary, bool interleaved, bool constant, float eps, float offset, float scale, float softcap",
     numbers="eps offset", results="out", outputs=_outputs, plan=_plan, reference=_reference, check=_check,

@@ -17,7 +17,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 FORMS = {
     "plain": {}, "no norm": {"norm": False}, "interleaved": {"interleaved": True, "whole": False},
     "partial": {"rotary": 20, "width": 128, "dtype": FP16}, "wide": {"width": 256, "group": 2},
-    "table": {"table": True}, "sinks, cap": {"sinks": True, "softcap": 2.0, "group": 16},
+    "table": {"table": True}, "sinks, cap": {"sinks": torch.float32, "softcap": 2.0, "group": 16},
+    "16-bit sinks": {"sinks": BF16},
     "long": {"rows": 1100, "lengths": (1100, 1030, 17), "slots": (1099, 3, 16), "group": 2},
     "long, wide": {"rows": 1100, "lengths": (1100, 1030, 0), "slots": (1024, 3, 16), "group": 1, "width": 256},
 }  # fmt: skip
@@ -42,7 +43,7 @@ def case(
         for b, length in enumerate(lengths):
             cache[b, length:] = torch.nan
     numbers = [torch.tensor(t, dtype=torch.int32, device=device) for t in (slots, lengths)]
-    sink = torch.linspace(-1, 2, group * kv_heads, device=device) if sinks else None
+    sink = torch.linspace(-1, 2, group * kv_heads, device=device).to(sinks) if sinks else None
     return (
         qkv, *weights, angles.cos().to(device), angles.sin().to(device), positions, *numbers, sink, *caches, rotary,
         interleaved, constant, 1e-6, 0.5, 0.2, softcap,
