@@ -7,11 +7,14 @@ of them are captured as one CUDA graph each.
 
     python examples/vla_policy.py                   # a GPU: the whole model, about 13 GB
     python examples/vla_policy.py --tiny            # a small one, on the CPU if there is no GPU
-    python examples/vla_policy.py --skip-compile    # leaves out torch.compile, which takes minutes
+    python examples/vla_policy.py --compare none    # leaves out torch.compile, which takes minutes
     python examples/vla_policy.py --autotune expert # max-autotune for the layers of the expert only: less of that
 
 Prints latency, memory, kernels of a denoising step, and how well the actions agree with those of plain torch (cosine of
-what was added to the noise). Products and attention are ``scaled_mm``, ``gated_mm`` and ``attention`` of rtkernels.
+what was added to the noise). Then latency of vision, prefix and expert apart, each captured alone, beside their floors:
+the arithmetic of vision and prefix at the speed of an H200's tensor cores (780 TFLOP/s, 1400 in fp8), and the weights
+and keys that the expert reads in every step at the rate of a copy in the same run. Products and attention are
+``scaled_mm``, ``gated_mm`` and ``attention`` of rtkernels.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class Measured(NamedTuple):
     milliseconds: float
     gigabytes: float | None
     kernels_per_step: int | None
+    parts: dict[str, float]  # milliseconds of vision, prefix and expert
 
 
 def inputs_of(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,8 +73,8 @@ def calibrated(sizes: Sizes, weights: dict[str, Any], device: str, inputs: tuple
     return loaded
 
 
-def captured(policy: Policy, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
-    """Return a function that replays the policy on the memory of `inputs`."""
+def captured(policy: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return a function that replays a policy, or a part of it, on the memory of `inputs`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -81,7 +85,7 @@ def captured(policy: Policy, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]
     with torch.cuda.graph(graph):
         actions = policy(*inputs)
 
-    def replay() -> Tensor:
+    def replay() -> Any:
         graph.replay()
         return actions
 
@@ -116,10 +120,59 @@ def median_milliseconds(function: Callable[[], Any], repeats: int, device: str) 
 
 
 @torch.no_grad()
+def parts_of(policy: Policy, inputs: tuple[Tensor, ...], repeats: int, device: str) -> dict[str, float]:
+    """Return the milliseconds of vision, prefix and expert, on a GPU as a CUDA graph each."""
+    images, prompt, noise = inputs
+    found, seen, cache = {}, policy.see(images), None
+    calls: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+        "vision": (policy.see, lambda: (images,)),
+        "prefix": (policy.read, lambda: (seen, prompt)),
+        "expert": (policy.denoise, lambda: (noise, cache)),
+    }
+    for name, (part, given) in calls.items():
+        cache = policy.read(seen, prompt) if name == "expert" else None
+        run = captured(part, given()) if device == "cuda" else lambda part=part, given=given: part(*given())
+        run()
+        found[name] = median_milliseconds(run, repeats, device)
+    return found
+
+
+def floors_of(policy: Policy, fp8: bool, rate: float) -> dict[str, float]:
+    """Return the milliseconds that the parts need at least; `rate`: bytes per second of a copy."""
+    sizes = policy.sizes
+    speed = 1400e12 if fp8 else 780e12
+
+    def matrices(part: str) -> list[Tensor]:
+        layers = policy.layers[part]
+        return [t for layer in layers for t in layer.values() if isinstance(t, Tensor) and t.dim() == 2]
+
+    def attention(layers: int, heads: int, width: int, tokens: int, batch: int) -> int:
+        return 4 * layers * batch * heads * width * tokens**2
+
+    vision, prefix = (2 * sum(t.numel() for t in matrices(part)) for part in ("vision", "prefix"))
+    last = policy.layers["prefix"][-1]
+    prefix -= 2 * sum(last[name].numel() for name in ("out", "gate_up", "down"))  # nothing reads their results
+    seen = vision * sizes.views * sizes.patches
+    seen += attention(sizes.vision_layers, 1, sizes.vision_width, sizes.patches, sizes.views)
+    read = prefix * sizes.prefix + attention(sizes.layers - 1, sizes.heads, sizes.head_dim, sizes.prefix, 1)
+    step = sum(t.nbytes for t in matrices("expert")) + sizes.layers * sizes.tokens * 2 * 2 * sizes.head_dim
+    return {"vision": seen / speed * 1e3, "prefix": read / speed * 1e3, "expert": sizes.steps * step / rate * 1e3}
+
+
+def copy_rate(device: str) -> float:
+    """Return the bytes that a copy reads and writes in a second."""
+    a = torch.zeros(1 << (30 if device == "cuda" else 24), dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / median_milliseconds(lambda: b.copy_(a), 5, device) * 1e3
+
+
+@torch.no_grad()
 def measured(policy: Policy, inputs: tuple[Tensor, ...], repeats: int, device: str) -> Measured:
     """Run a policy: on a GPU as one CUDA graph."""
     if device == "cpu":
-        return Measured(policy(*inputs), median_milliseconds(lambda: policy(*inputs), repeats, device), None, None)
+        parts = parts_of(policy, inputs, repeats, device)
+        taken = median_milliseconds(lambda: policy(*inputs), repeats, device)
+        return Measured(policy(*inputs), taken, None, None, parts)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -131,7 +184,7 @@ def measured(policy: Policy, inputs: tuple[Tensor, ...], repeats: int, device: s
     images, prompt, noise = inputs
     cache = policy.read(policy.see(images), prompt)
     kernels = kernels_of(lambda: policy.step(noise, cache, 0))
-    return Measured(actions, taken, gigabytes, kernels)
+    return Measured(actions, taken, gigabytes, kernels, parts_of(policy, inputs, repeats, device))
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -146,7 +199,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU; without one, --tiny on the CPU")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--skip-compile", action="store_true")
+    parser.add_argument("--compare", choices=("torch.compile", "none"), default="torch.compile")
+    parser.add_argument("--skip-compile", action="store_true", help="the same as --compare none")
     parser.add_argument("--autotune", default="vision,gemma,expert", help="layers that torch.compile tunes")
     parser.add_argument("--out", type=Path, help="also write what is printed to this file, as JSON")
     options = parser.parse_args(argv)
@@ -163,16 +217,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         "rtkernels fp8": lambda: Policy(sizes, weights, OurMath(sizes, device, True, calibration)),
         "torch.compile": lambda: Policy(sizes, weights, TorchMath(sizes, device), options.autotune.split(",")),
     }
-    if options.skip_compile or device == "cpu":
+    if options.skip_compile or options.compare == "none" or device == "cpu":
         del ways["torch.compile"]
     print(f"{sizes.prefix} tokens of prefix, {sizes.horizon} actions, {sizes.steps} steps, on {device}")
     print(f"{'':16}{'ms':>10}{'GB':>8}{'kernels/step':>14}{'cosine':>10}{'ready, s':>9}")
     found: dict[str, float] = {}
     rows: dict[str, dict[str, Any]] = {}
     wanted: Tensor | None = None
+    rate, lines = copy_rate(device), [f"{'':16}{'vision':>18}{'prefix':>18}{'expert':>18}   ms (floor)"]
     for name, make in ways.items():
-        start = time.perf_counter()
-        result = measured(make(), inputs, options.repeats, device)
+        start, policy = time.perf_counter(), make()
+        result = measured(policy, inputs, options.repeats, device)
+        floors = floors_of(policy, name == "rtkernels fp8", rate)
+        cells = (f"{result.parts[part]:.2f} ({floors[part]:.2f})" for part in floors)
+        lines.append(f"{name:16}" + "".join(f"{cell:>18}" for cell in cells))
+        del policy
         seconds = time.perf_counter() - start
         moved = result.actions - inputs[-1]  # what the policy has added to the noise: the noise itself agrees
         wanted = moved if wanted is None else wanted
@@ -187,6 +246,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             "GB": result.gigabytes,
             "kernels": result.kernels_per_step,
             "cosine": found[name],
+            "parts": result.parts,
+            "floors": floors,
             "seconds": seconds,  # with compiling, tuning and measuring
         }
         if options.out:  # after each: compiling the last one takes minutes
@@ -198,6 +259,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 "sizes": dataclasses.asdict(sizes),
             }
             options.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    print("\n".join(lines))
     for name, least in WANTED.items():
         if not found[name] >= least:
             print(f"{name}: cosine {found[name]:.5f} is below {least}", file=sys.stderr)

@@ -25,25 +25,26 @@ _TINY = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
     "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
-_LLAMA = {
+MODELS = {"dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE)}
+_LLAMA_LIKE = {
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
-_GEMMA = {
-    **_LLAMA, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4,
+_GEMMA_LIKE = {
+    **_LLAMA_LIKE, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 256, "num_hidden_layers": 6, "sliding_window": 1024,
 }  # fmt: skip
-_MISTRAL = {
-    **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "sliding_window": 4096,
+_MISTRAL_LIKE = {
+    **_LLAMA_LIKE, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "sliding_window": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
-_OLMO = {**_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "head_dim": 128}
-_GPT_OSS = {
+_OLMO_LIKE = {**_LLAMA_LIKE, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "head_dim": 128}
+_GPT_OSS_LIKE = {
     "num_hidden_layers": 4, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,
     "tie_word_embeddings": False, "output_router_logits": False,
 }  # fmt: skip
-_DEEPSEEK = {
+_DEEPSEEK_LIKE = {
     "num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16,
     "num_key_value_heads": 16, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 32, "num_experts_per_tok": 4,
@@ -54,12 +55,33 @@ _TINY |= {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "n_routed_experts": 4, "num_local_experts": 4, "sliding_window": 8,
 }  # fmt: skip
-_EAGER = {"gpt_oss": "eager"}  # sinks: transformers has no other that every torch can run
-MODELS = {
-    "dense": ("qwen3", _DENSE), "moe": ("qwen3_moe", _MOE), "llama": ("llama", _LLAMA),
-    "gemma3": ("gemma3_text", _GEMMA), "mistral": ("mistral", _MISTRAL), "olmo2": ("olmo2", _OLMO),
-    "gpt_oss": ("gpt_oss", _GPT_OSS),
-    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+_EAGER = {"gpt_oss_like": "eager"}  # sinks: transformers has no other that every torch can run
+# Models of ``bench e2e train`` beside those above: a few layers in the shape of six families.
+FAMILIES = {
+    "llama_like": ("llama", _LLAMA_LIKE), "gemma3_like": ("gemma3_text", _GEMMA_LIKE),
+    "mistral_like": ("mistral", _MISTRAL_LIKE), "olmo2_like": ("olmo2", _OLMO_LIKE),
+    "gpt_oss_like": ("gpt_oss", _GPT_OSS_LIKE), "deepseek_v3_like": ("deepseek_v3", _DEEPSEEK_LIKE),
+}  # fmt: skip
+_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN3_06B = {
+    "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, **_HEADS, "tie_word_embeddings": True,
+}  # fmt: skip
+_QWEN3_8B = {
+    "num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA = {
+    "num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True, "vocab_size": 128256,
+}  # fmt: skip
+_GEMMA3 = {
+    "num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+# Models of ``bench e2e infer --rows``: those above, Qwen3 of 0.6 B, 8 layers of Qwen3 8 B, a Llama, Gemma 3 1 B.
+DECODED = {
+    "qwen3_06b": ("qwen3", _QWEN3_06B), "qwen3_09b": ("qwen3", _DENSE), "qwen3_8b_8": ("qwen3", _QWEN3_8B),
+    "llama": ("llama", _LLAMA), "gemma3": ("gemma3_text", _GEMMA3), "qwen3_moe": ("qwen3_moe", _MOE),
 }  # fmt: skip
 
 
@@ -69,13 +91,14 @@ def build(
     """Return a model with random weights, the same at every call; with `layers` layers, or the number above."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, sizes = MODELS[model]
+    kind, sizes = (MODELS | FAMILIES | DECODED)[model]
     sizes = {**sizes, **({k: v for k, v in _TINY.items() if k in sizes} if tiny else {})}
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if layers is not None:
         sizes["num_hidden_layers"] = layers
-    config = AutoConfig.for_model(kind, **sizes, vocab_size=vocabulary, max_position_embeddings=length, use_cache=False)
+    sizes = {"vocab_size": vocabulary, **sizes} if not tiny else {**sizes, "vocab_size": vocabulary}
+    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=length, use_cache=False)
     torch.manual_seed(0)
     with torch.device(device):
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_EAGER.get(model, "sdpa"))

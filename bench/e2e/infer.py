@@ -4,6 +4,7 @@
 and writes a result file with the gates that the arms have to pass. All arms have the same weights and prompts. "hf" is
 transformers as it is; "hf_compile" has a static cache and ``torch.compile(mode="reduce-overhead")``; "ours" is patched,
 "ours_graph" the same with a static cache and a step in a ``torch.cuda.graph``, "fp8" that with quantised weights.
+``--rows`` runs the table of ``bench.e2e.decode_rows`` instead, which has options of its own: ``--rows --help``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--decode", default="1,32", help="batches of the decode")
     options.add_argument("--new", type=int, default=256, help="tokens that are decoded")
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--rows", action="store_true", help="generate() of six models: `--rows --help`")
     processes.add_options(options)
     return options
 
@@ -247,6 +249,11 @@ def gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run all arms, each in its own process; print tables and write the result file."""
+    given = sys.argv[1:] if argv is None else argv
+    if "--rows" in given:
+        from bench.e2e import decode_rows
+
+        return decode_rows.main([word for word in given if word != "--rows"])
     args = parser().parse_args(argv)
     if args.one:
         return processes.one(lambda: run_arm(args.one, args), args.out)

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench import meta
 from bench.e2e import gates, processes, split
-from bench.e2e.arms import ARMS, MODELS
+from bench.e2e.arms import ARMS, FAMILIES, MODELS
 from bench.e2e.text import add_text_options, corpus_of
 
 LEARNING_RATE = 3e-4
@@ -26,7 +26,7 @@ PEAK_FLOPS = 989e12  # bf16, of an H200
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m bench e2e train", description=__doc__.splitlines()[0])
-    processes.add_model_options(options, MODELS, ARMS)
+    processes.add_model_options(options, MODELS | FAMILIES, ARMS)
     options.add_argument("--tokens", type=int, default=16384, help="of a step")
     options.add_argument("--seq", type=int, default=2048)
     add_text_options(options)

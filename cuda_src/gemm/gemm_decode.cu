@@ -1,5 +1,5 @@
-// out[m, n] = act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n], for up
-// to 16 rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
+// out[m, n] = factor act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n],
+// for up to 16 rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
 // rms_norm(x) in the type of x. fp32 sums, rounded once.
 //
 // A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
@@ -9,16 +9,19 @@
 // k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
 //
 // Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
-// kConstantWeights, weights are loaded at once, without waiting for it.
+// kConstantWeights, weights are loaded at once, without waiting for it: what the rings hold, and `prefetch` octets behind
+// that into L2, so that memory is busy while the block waits.
 //
-// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][8
-// TOKENS][8], sums of blocks [parts][octets that the block finishes][8 TOKENS][8].
+// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
+// [8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
+// cannot load its weights before this one ends.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_decode_stage.cuh"
 #include "gemm/gemm_skinny_finish.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
@@ -100,8 +103,9 @@ struct DecodeRows {
 #pragma unroll 1
         for (int token = share.token; token < m; token += share.tokens()) {
             float square = 0.0f;
-#pragma unroll 1
-            for (int s = 0; s < 1 << share.shift; ++s) square += squares[(token << share.shift) + s];
+#pragma unroll
+            for (int s = 0; s < kDecodeWarps; ++s)
+                if (s < 1 << share.shift) square += squares[(token << share.shift) + s];
             const float rstd = rsqrtf(square / static_cast<float>(k) + eps);
 #pragma unroll 1
             for (int v = share.element; v < vectors && 8 * (first + v) < k; v += share.elements()) {
@@ -132,6 +136,11 @@ __device__ __noinline__ DecodeTerms decode_terms(const float* scale, const void*
     return terms;
 }
 
+RTK_DEVICE float decode_number(u32 bits, int type) {
+    if (type == kTypeFp32) return __uint_as_float(bits);
+    return type == kTypeBf16 ? __uint_as_float(bits << 16) : ptx::cvt_f16_to_f32(static_cast<u16>(bits));
+}
+
 __device__ __noinline__ float decode_activation(float x, int act) { return skinny_activation(x, act); }
 
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
@@ -141,12 +150,13 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 flags, i64 types, double eps, double offset) {
+                i64 pass_octets_, i64 prefetch, i64 flags, i64 types, double eps, double offset,
+                double factor) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8];
     using Warp = DecodeWarp<Codes, Math, TOKENS>;
     using Rows = DecodeRows<Math, Warp::kParts>;
-    constexpr int kOctetSums = 64 * TOKENS;
+    const int octet_sums = 8 * static_cast<int>(m_);
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
     const bool gated = (flags & kDecodeGated) != 0, scaled = Warp::kParts > 1 && groups != 0;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
@@ -182,7 +192,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base + rings, pitch};
     u8* const norm_in_shared = memory + rings + m * pitch;
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
-    float* const received = sums + along_k * pass_octets * kOctetSums;
+    float* const received = sums + along_k * pass_octets * octet_sums;
 
     int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;
     auto fetch = [&]() {
@@ -200,6 +210,15 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     ptx::launch_dependents();
 #pragma unroll 1
     for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
+    if (constant && prefetch != 0) {
+        const int per_octet = (((block_granules - 1) >> k_shift) + 1) * kGranule + kDecodeSteps - 1;  // slots of a warp
+        const int from = (kDecodeRing - 1) / max(per_octet / kDecodeSteps, 1) << row_shift;
+        const i64 at = static_cast<i64>(first_step) * 64, bytes = min(static_cast<i64>(steps) * 64, weights.row_bytes - at);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < 8 * min(static_cast<int>(prefetch), octets - from); i += 32 * kDecodeWarps)
+            ptx::prefetch_l2_stream(weight + weights.row(first_octet + from + i / 8, i % 8) * weight_pitch + at,
+                                    static_cast<u32>(bytes) & ~15u);
+    }
     if (norm_weight != nullptr) {
 #pragma unroll 1
         for (int v = threadIdx.x; v < rows.vectors; v += 32 * kDecodeWarps) {
@@ -208,23 +227,28 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             ptx::st_shared_16(ptx::shared_address(norm_in_shared) + v * 16, raw);
         }
     }
+    const DecodeShare share(m);
+    const float* const row_scale = scaled ? nullptr : scale;
+    auto terms_of = [&](int token, int column, int row, const void* added) {
+        const i64 scale_at = (flags & kScaleByRow) == 0 ? 0 : (row >> scale_shift) * scale_row;
+        return decode_terms(row_scale, bias, added, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
+    };
+    auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
+    // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
+    const int first_row = row_of(first_octet + share.element / 8, share.element % 8);
+    const int first_half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
+    const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
+    const bool has_first = share.token < m && first_row < n;
+    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
+    if (has_first && (row_scale != nullptr || bias != nullptr)) first_terms = terms_of(share.token, first_row, first_row + first_half, nullptr);
+    if (parts > 1) ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
     if (constant) ptx::wait_for_previous();
 
-    const DecodeShare share(m);
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    const float* const row_scale = scaled ? nullptr : scale;
-    auto terms_of = [&](int token, int column, int row) {
-        const i64 scale_at = (flags & kScaleByRow) == 0 ? 0 : (row >> scale_shift) * scale_row;
-        return decode_terms(row_scale, bias, residual, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
-    };
-    // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
-    const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
-    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
-    auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
-    {
-        const int row = row_of(first_octet + share.element / 8, share.element % 8);
-        const int half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
-        if (has_terms && share.token < m && row < n) first_terms = terms_of(share.token, row, row + half);
+    u32 first_residual = 0u;  // converted when it is needed, so that nothing waits for it
+    if (residual != nullptr && has_first) {
+        const i64 at = share.token * residual_pitch + first_row;
+        first_residual = type(1) == kTypeFp32 ? static_cast<const u32*>(residual)[at] : static_cast<const u16*>(residual)[at];
     }
 
     rows.copy(share, norm_weight != nullptr ? squares : nullptr);
@@ -266,25 +290,30 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             }
             if (!scaled) own.promote(make_float2(1.0f, 1.0f));
             own.settle_flags(t);
-            float* to = sums + (warp_k * pass_octets + octet) * kOctetSums + g * 8 + 2 * t;
-            *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
-            if constexpr (TOKENS == 2) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
+            float* to = sums + (warp_k * pass_octets + octet) * octet_sums + g * 8 + 2 * t;
+            if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
+            if constexpr (TOKENS == 2)
+                if (g + 8 < m) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
         }
         auto of_warps = [&](int octet, int place) {
             float sum = 0.0f;
 #pragma unroll 4
-            for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * kOctetSums + place];
+            for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * octet_sums + place];
             return sum;
         };
         const int finished = pass_octets + parts - 1 >> parts_shift;  // octets that a block finishes: every `parts`th
         if (parts > 1) {
-            ptx::cluster_barrier();  // also: others have read what was sent in the last pass
+            if (first == 0) {
+                __syncthreads();
+            } else {
+                ptx::cluster_barrier();  // also: others have read what was sent in the last pass
+            }
 #pragma unroll 1
             for (int token = share.token; token < m; token += share.tokens())
 #pragma unroll 1
                 for (int i = share.element; i < 8 * here; i += share.elements()) {
                     const int octet = i / 8, place = token * 8 + i % 8;
-                    float* to = received + (rank * finished + (octet >> parts_shift)) * kOctetSums + place;
+                    float* to = received + (rank * finished + (octet >> parts_shift)) * octet_sums + place;
                     ptx::st_cluster(ptx::shared_address(to), octet & parts - 1, of_warps(octet, place));
                 }
             ptx::cluster_barrier();
@@ -303,11 +332,12 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
                 if (exists && parts == 1) sum = of_warps(octet, place);
                 if (exists && parts > 1) {
 #pragma unroll 1
-                    for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * kOctetSums + place];
+                    for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * octet_sums + place];
                 }
                 DecodeTerms terms = first_terms;
+                if (residual != nullptr) terms.residual = decode_number(first_residual, type(1));
                 if (has_terms && exists && (first != 0 || i != share.element || token != share.token))
-                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0));
+                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0), residual);
                 float value = fmaf(sum * Warp::Weights::kFactor, terms.scale, terms.bias);
                 if (gated) {
                     const float up = __shfl_down_sync(0xffffffffu, value, 4);
@@ -315,7 +345,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
                 } else if (store.act != kActNone) {
                     value = decode_activation(value, store.act);
                 }
-                if (exists && !(gated && (i & 4) != 0)) store.write(token * out_pitch + row, value + terms.residual);
+                if (exists && !(gated && (i & 4) != 0)) store.write(token * out_pitch + row, fmaf(value, static_cast<float>(factor), terms.residual));
             }
         if (parts == 1 && first + pass_octets < octets) __syncthreads();
     }

@@ -15,4 +15,11 @@ RTK_DEVICE void prefetch_l2_bulk(const void* p, u32 bytes) {
 #endif
 }
 
+// The same for bytes that are read once: L2 evicts them as any others.
+RTK_DEVICE void prefetch_l2_stream(const void* p, u32 bytes) {
+#if RTK_HAS_TMA
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+#endif
+}
+
 }  // namespace rtk::ptx

@@ -1,16 +1,18 @@
 """Decoder layers in decoding steps of ``generate()``: norms, gate and residual sums inside of the products.
 
 ``generation.step`` opens a context around the model's forward. Inside of it, fused layers with few rows run
-``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are the output projection with its
-residual sum, norm with gate and up, and down with its sum. No kernel of a step writes weights, so these products load
-them before the previous kernel has ended. What a layer cannot do here runs as usual, and the report says why.
+``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention,
+the output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes
+weights, so these products load them before the previous kernel has ended. What a layer cannot do here runs as usual,
+and the report says why.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +20,16 @@ from torch import Tensor, nn
 
 from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
+from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized
+from rtkernels.models.recognize import positional
+from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
+from rtkernels.ops.norm import step_norm
 from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.operator.kinds import meta_of
 
 MAX_ROWS = 8  # of a step; docs/decisions/gemm.md has the measurements
 _HALVES = (torch.bfloat16, torch.float16)
@@ -32,14 +39,19 @@ _of_thread = threading.local()
 
 
 @contextmanager
-def steps(report: Any) -> Iterator[None]:
-    """Within this context, the model runs a decoding step; `report`: its ``PatchReport``, or None."""
-    before = getattr(_of_thread, "report", None)
-    _of_thread.report = (report,)
+def steps(report: Any, tables: Tables | None = None) -> Iterator[None]:
+    """Within this context, the model runs a decoding step.
+
+    Args:
+        report: The model's ``PatchReport``, or None.
+        tables: Angles of rotary embeddings, if all positions are below their limit.
+    """
+    before = getattr(_of_thread, "report", None), getattr(_of_thread, "tables", None)
+    _of_thread.report, _of_thread.tables = (report,), tables
     try:
         yield
     finally:
-        _of_thread.report = before
+        _of_thread.report, _of_thread.tables = before
 
 
 def is_step(x: Any) -> bool:
@@ -55,12 +67,68 @@ def _record(module: nn.Module, reason: str | None) -> None:
         report.in_steps[f"layer {getattr(module.self_attn, 'layer_idx', id(module))}"] = reason
 
 
+class Tables:
+    """Cosines and sines of all positions below a limit, as the model's own rotary embeddings compute them.
+
+    A step reads its rows in one launch; computing them takes nine.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._found: dict[Hashable, Tensor] = {}
+
+    def rows(
+        self, own: Callable[..., Any], key: Hashable, positions: Tensor, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``own(positions, *args, **named)`` for positions ``[batch, 1]``."""
+        if key not in self._found:
+            if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+                return own(positions, *args, **named)
+            every = torch.arange(self.limit, dtype=torch.int64, device=positions.device)[None]
+            self._found[key] = torch.cat(own(every, *args, **named))
+        cos, sin = self._found[key].index_select(1, positions.view(-1)).unsqueeze(2)
+        return cos, sin
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position only
+
+
+def _rotary(original: type[nn.Module]) -> Callable[..., Any]:
+    own = original.forward
+
+    def forward(self, x, position_ids, *args, **named):
+        tables = getattr(_of_thread, "tables", None)
+        if tables is None or position_ids.dim() != 2 or position_ids.shape[1] != 1:
+            return own(self, x, position_ids, *args, **named)
+        return tables.rows(partial(own, self, x), (id(self), x.dtype, args, *named.items()), position_ids, args, named)
+
+    return forward
+
+
+replace.register("decode_rotary", _rotary)
+
+
+def replace_rotary(model: nn.Module) -> None:
+    """Let the rotary embeddings of a model read tables in decoding steps."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        known = (
+            positional(type(module).forward)[:3] == ["self", "x", "position_ids"] if kinds <= _STATIC_ROPE else False
+        )
+        if known and not module._parameters and not module._modules and replace.replaced(module) is None:
+            replace.replace(module, Recognized("decode_rotary", ()))
+
+
 class _Unsupported(Exception):
     """A layer must run as usual."""
 
 
-def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the weights of linear layers as one matrix, its scales and biases."""
+def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
+    """Return the weights of linear layers as one matrix, its scales and biases, and if no kernel writes these now."""
     weights, scale = [linear.weight for linear in linears], None
     if all(_is_served(linear) and not is_watched(linear) for linear in linears):
         scale = adjacent([linear.weight_scale_inv for linear in linears])
@@ -74,8 +142,11 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | N
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len(biases) not in (0, len(linears)):
         raise _Unsupported("some of its projections have a bias, others have none")
-    bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
-    return weight, scale, bias
+    bias = biases[0] if len(biases) == 1 else None
+    if len(biases) > 1 and (bias := adjacent([b.unsqueeze(1) for b in biases])) is not None:
+        bias = bias.squeeze(1)
+    copied = bias is None and bool(biases)
+    return weight, scale, torch.cat(biases) if copied else bias, not copied
 
 
 def _is_served(linear: nn.Module) -> bool:
@@ -92,23 +163,34 @@ def _is_linear(linear: nn.Module) -> bool:
 
 def product(
     x: Tensor, linears: Sequence[nn.Module], norm: nn.Module | None = None, act: str | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return ``linears(norm(x))``, gated if `act` is given, plus the residual.
+    """Return ``linears(norm(x))``, gated if `act` is given, times `factor`, plus the residual.
 
     Raises:
         _Unsupported: The kernel does not compute it.
     """
-    weight, scale, bias = _matrix(x, linears)
+    weight, scale, bias, constant = _matrix(x, linears)
     if x.is_cuda and (reason := decode_linear.unsupported(x, weight, scale, gated=act is not None)) is not None:
         raise _Unsupported(f"a product of {x.shape[-1]} x {weight.shape[0]}: {reason}")
     gain, eps, offset = None, 0.0, 0.0
     if norm is not None:
-        options = dict(replace.replaced(norm).options)
-        gain, eps, offset = norm.weight, getattr(norm, options["eps"]), options["offset"]
+        gain, eps, offset = norm.weight, *_numbers(norm)
+        constant = constant and gain.data_ptr() % 16 == 0  # else it is copied
     return decode_linear.FORWARD.call(
-        x, weight, scale, bias, residual, gain, None, act, act is not None, True, float(eps), float(offset)
+        x, weight, scale, bias, residual, gain, None, act, act is not None, constant, eps, offset, float(factor)
     )
+
+
+def _numbers(norm: nn.Module) -> tuple[float, float]:
+    """Return the epsilon of a replaced norm, and what is added to its weight."""
+    options = dict(replace.replaced(norm).options)
+    return float(getattr(norm, options["eps"])), float(options["offset"])
+
+
+def _normed_sum(x: Tensor, norm: nn.Module, residual: Tensor) -> Tensor:
+    """Return ``residual + norm(x)``."""
+    return step_norm.FORWARD.call(x, norm.weight, residual, *_numbers(norm))
 
 
 def _check_norm(norm: nn.Module, x: Tensor) -> None:
@@ -120,55 +202,96 @@ def _check_norm(norm: nn.Module, x: Tensor) -> None:
 
 
 def layer(
-    module: nn.Module, x: Tensor, tables: Any, mask: Any, cache: Any, heads_of: Callable[..., Any],
+    module: nn.Module, x: Tensor, tables: Any, mask: Any, cache: Any, heads_of: Callable[..., Any], branch: str,
     kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
-    """Return the result of a decoder layer whose branches are added as they are; None if it must run as usual.
+    """Return the result of a decoder layer, None if it must run as usual.
 
-    `heads_of(attention, qkv, tables, options, cache)` writes to the cache and returns q with all keys and values, or
-    None.
+    `heads_of(attention, qkv, tables, mask, options, cache)` writes to the cache and returns the result of the
+    attention, or q with all keys and values, or None. `branch`: what happens to a branch before it is added: nothing
+    (""), it is "scaled", or "normed".
     """
-    reason = None
     try:
-        return _layer(module, x, tables, mask, cache, heads_of, kwargs)
+        result, reason = _layer(module, x, tables, mask, cache, heads_of, branch, kwargs)
     except _Unsupported as found:
-        reason = str(found)
-    finally:
-        _record(module, reason)
-    return None
+        result, reason = None, str(found)
+    _record(module, reason)
+    return result
 
 
-def _layer(module, x, tables, mask, cache, heads_of, kwargs) -> Tensor:
-    attention, mlp = module.self_attn, module.mlp
+def _layer(module, x, tables, mask, cache, heads_of, branch, kwargs) -> tuple[Tensor, str | None]:
+    """Return the result of a layer, and why its MLP ran as usual, None if it did not."""
+    attention, mlp, normed = module.self_attn, module.mlp, branch == "normed"
     kinds = [replace.replaced(child) for child in (attention, mlp)]
-    if kinds[0] is None or kinds[0].kind != "fused_attention" or kinds[1] is None or kinds[1].kind != "fused_mlp":
-        raise _Unsupported("its attention or MLP is not fused")
-    if any(is_watched(child) for child in (attention, mlp, attention.o_proj, mlp.down_proj)):
+    if kinds[0] is None or kinds[0].kind != "fused_attention":
+        raise _Unsupported("its attention is not fused")
+    if any(is_watched(child) for child in (attention, attention.o_proj)):
         raise _Unsupported("a part of it has hooks")
-    norms = module.input_layernorm, module.post_attention_layernorm
+    first, second = module.input_layernorm, module.post_attention_layernorm
+    norms = (first, second, module.pre_feedforward_layernorm, module.post_feedforward_layernorm) if normed else (first,)
     for norm in norms:
         _check_norm(norm, x)
-    for linears in ((attention.o_proj,), (mlp.down_proj,), [mlp._modules[name] for name in _GATE_UP]):
-        _matrix(x, linears)  # before anything is written to the cache
+    _matrix(x, (attention.o_proj,))  # before anything is written to the cache
     if cache is None or x.dim() != 3 or x.shape[1] != 1:
         raise _Unsupported("it has no cache, or several tokens of a sequence")
+    factor = module.residual_multiplier if branch == "scaled" else 1.0
+    why = _why_not_fused(mlp, kinds[1], norms[2] if normed else second, x)
     options = dict(kinds[0].options)
-    qkv = product(x, [attention._modules[name] for name in _QKV], norms[0])
-    heads = heads_of(attention, qkv, tables, options, cache)
-    if heads is None:
+    qkv = product(x, [attention._modules[name] for name in _QKV], first)
+    mixed = heads_of(attention, qkv, tables, mask, options, cache)
+    if mixed is None:
         raise _Unsupported("its rotation is of another form")
-    if options["capped"]:
-        kwargs["softcap"] = attention.attn_logit_softcapping
-    mixed, _ = attentions.attention_forward(attention, *heads, mask, scaling=attention.scaling, **kwargs)
+    if not isinstance(mixed, Tensor):
+        if options["capped"]:
+            kwargs["softcap"] = attention.attn_logit_softcapping
+        if options["sinks"]:
+            kwargs["s_aux"] = attention.sinks
+        mixed, _ = attentions.attention_forward(attention, *mixed, mask, scaling=attention.scaling, **kwargs)
     mixed = mixed.reshape(*x.shape[:-1], -1)
-    x = product(mixed, (attention.o_proj,), residual=x)
-    gated = product(x, [mlp._modules[name] for name in _GATE_UP], norms[1], act=dict(kinds[1].options)["act"])
-    return product(gated, (mlp.down_proj,), residual=x)
+
+    def added(y: Tensor, linear: nn.Module, x: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is not None:
+            return _normed_sum(product(y, (linear,)), norm, x)
+        return product(y, (linear,), residual=x, factor=factor)
+
+    x = added(mixed, attention.o_proj, x, second if normed else None)
+    before, behind = (norms[2], norms[3]) if normed else (second, None)
+    if why is None:
+        gated = product(x, [mlp._modules[name] for name in _GATE_UP], before, act=dict(kinds[1].options)["act"])
+        return added(gated, mlp.down_proj, x, behind), None
+    y = mlp(before(x))
+    y = y[0] if isinstance(y, tuple) else y  # GPT-OSS's also returns scores
+    if normed:
+        return _normed_sum(as_tensors(y), behind, x), why
+    return x + (y if factor == 1.0 else y * factor), why
+
+
+def _why_not_fused(mlp: nn.Module, kind: Recognized | None, norm: nn.Module, x: Tensor) -> str | None:
+    """Return why an MLP runs as usual behind a fused attention, None if its products have norm and sum inside."""
+    if kind is None or kind.kind != "fused_mlp":
+        return "its MLP is not one with gate_proj, up_proj and down_proj"
+    try:
+        if is_watched(mlp) or is_watched(mlp.down_proj):
+            raise _Unsupported("its MLP has hooks")
+        _check_norm(norm, x)
+        for linears in ((mlp.down_proj,), [mlp._modules[name] for name in _GATE_UP]):
+            _matrix(x, linears)
+    except _Unsupported as found:
+        return str(found)
+    return None
 
 
 def writes_cache(layer: Any, size: int) -> bool:
     """Return True if one kernel can write the keys and values of a step to a layer of the cache."""
     return getattr(layer, "by_op", False) and size <= MAX_WIDTH and layer.k.shape[3] == layer.v.shape[3] == size
+
+
+def attends(layer: Any, mask: Any, q_heads: int) -> bool:
+    """Return True if one kernel can also compute the attention of a step over a layer of the cache."""
+    if not isinstance(mask, Tensor) or mask.data_ptr() != layer.lengths.seen.data_ptr():
+        return False
+    k, v = meta_of(layer.k), meta_of(layer.v)
+    return step_attention.unsupported(q_heads, k, v, layer.k.get_device()) is None
 
 
 def head(module: nn.Module, x: Any) -> Tensor | None:

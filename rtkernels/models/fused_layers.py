@@ -26,7 +26,7 @@ from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated
 from rtkernels.models.recognize import NotRecognized, Recognized
 from rtkernels.models.rope_view import is_attention, viewed
 from rtkernels.models.rotations import rope_tables
-from rtkernels.ops.attention import decode_heads
+from rtkernels.ops.attention import decode_heads, step_attention
 
 Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -37,11 +37,12 @@ _CHECKPOINTING = "transformers.modeling_layers"
 
 
 class AttentionForm(NamedTuple):
-    """Differences between attention forwards: where the window is, if q and k are normalised, scores are capped."""
+    """Differences between attention forwards: where the window is, if q and k are normalised, scores capped, sinks."""
 
     window: str | None
     normed: bool
     capped: bool = False
+    sinks: bool = False
 
 
 # By hash of the forward: the order of its arguments, and what is done to a branch before it is added: nothing, it is
@@ -50,6 +51,7 @@ LAYERS = {
     "1a8125909341e389": ("cached", ""),  # Llama, Mistral, Qwen2, Qwen3, their MoE, DeepSeek-V3, GLM, OLMoE, ...
     "d4699009e63a2518": ("positions first", ""),
     "bb8119d990e32de7": ("cached", "scaled"),
+    "a6e4ee9acdf9615c": ("cached", ""),  # GPT-OSS, whose experts also return scores
     "eb03c623c021985a": ("positions first", "normed"),  # Gemma 2, Gemma 3
 }
 ATTENTIONS = {
@@ -59,6 +61,7 @@ ATTENTIONS = {
     "2059eea546b068e1": AttentionForm("config", False),  # Mistral, Mixtral
     "6c04c8ec26bd1a71": AttentionForm("module", True),  # Gemma 3
     "4fc2323f2d8a8362": AttentionForm("module", False, capped=True),  # Gemma 2
+    "704a17e0c56a55b7": AttentionForm("module", False, sinks=True),  # GPT-OSS
 }
 
 
@@ -132,6 +135,7 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
         if not scaled and kind is not None and kind.kind == "fp8_mlp" and residual.dtype == hidden_states.dtype:
             return self.mlp(hidden_states, residual=residual)
         hidden_states = self.mlp(hidden_states)
+        hidden_states = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
         return residual + (hidden_states * self.residual_multiplier if scaled else hidden_states)
 
     if order == "cached":
@@ -140,9 +144,9 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=None, **kwargs,
         ):  # fmt: skip
-            if not branch and decoding.is_step(hidden_states):
+            if decoding.is_step(hidden_states):
                 given = position_embeddings, attention_mask, past_key_values
-                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, branch, dict(kwargs))
                 if result is not None:
                     return result
             normed, residual = first(self, hidden_states)
@@ -159,9 +163,9 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
             self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
             past_key_values=None, **kwargs,
         ):  # fmt: skip
-            if not branch and decoding.is_step(hidden_states):
+            if decoding.is_step(hidden_states):
                 given = position_embeddings, attention_mask, past_key_values
-                result = decoding.layer(self, hidden_states, *given, _heads_in_step, dict(kwargs))
+                result = decoding.layer(self, hidden_states, *given, _heads_in_step, branch, dict(kwargs))
                 if result is not None:
                     return result
             normed, residual = first(self, hidden_states)
@@ -200,8 +204,11 @@ def _attention_kind(module: nn.Module) -> Recognized:
         if getattr(module.q_norm, norm[0]) != getattr(module.k_norm, norm[0]):
             raise NotRecognized("its norms of q and k differ")
     return Recognized(
-        "fused_attention", (("names", names), ("norm", norm), ("window", form.window), ("capped", form.capped))
-    )
+        "fused_attention",
+        (
+            ("names", names), ("norm", norm), ("window", form.window), ("capped", form.capped), ("sinks", form.sinks),
+        ),
+    )  # fmt: skip
 
 
 def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
@@ -224,9 +231,9 @@ def _heads(
 
 
 def _heads_in_step(
-    self: nn.Module, qkv: Tensor, tables: Any, options: dict[str, Any], cache: Any
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return q of a decoding step with all keys and values, ``[batch, heads, length, size]``, or None."""
+    self: nn.Module, qkv: Tensor, tables: Any, mask: Any, options: dict[str, Any], cache: Any
+) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+    """Return the attention of a decoding step, or q with all keys and values, ``[batch, heads, length, size]``."""
     (_, form), norm, size = options["names"][0], options["norm"], self.head_dim
     if not _is_rotated_here(self, qkv, tables, form, norm):
         return None
@@ -238,10 +245,18 @@ def _heads_in_step(
     weights, eps, offset = (None, None), 0.0, 0.0
     if norm is not None:
         weights, eps, offset = (self.q_norm.weight, self.k_norm.weight), getattr(self.q_norm, norm[0]), norm[1]
-    q = decode_heads.HEADS.call(
-        qkv.view(batch, -1), *weights, *(t[:, 0].expand(batch, -1) for t in (cos, sin)), layer.lengths.slots, layer.k,
-        layer.v, rotation["rotary"] or size, rotation["interleaved"], float(eps), float(offset),
-    )  # fmt: skip
+    angles = [t[:, 0].expand(batch, -1) for t in (cos, sin)]
+    given = qkv.view(batch, -1), *weights, *angles
+    slots, rotated = layer.lengths.slots, (rotation["rotary"] or size, rotation["interleaved"])
+    if decoding.attends(layer, mask, self.q_proj.weight.shape[0] // size):
+        softcap = self.attn_logit_softcapping if options["capped"] else None
+        sinks = self.sinks if options["sinks"] else None
+        constant = all(t.is_contiguous() for t in angles)  # others are copied, so a kernel writes them
+        return step_attention.FORWARD.call(
+            *given, None, slots, layer.lengths.seen, sinks, layer.k, layer.v, *rotated, constant, float(eps),
+            float(offset), float(self.scaling), float(softcap or 0.0),
+        )  # fmt: skip
+    q = decode_heads.HEADS.call(*given, slots, layer.k, layer.v, *rotated, float(eps), float(offset))
     return q.unsqueeze(2), layer.keys, layer.values
 
 
@@ -277,8 +292,9 @@ def _rotated(
 
 
 def _attention(
-    original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None, capped: bool = False
-) -> Forward:
+    original: type[nn.Module], names: Any, norm: tuple[str, float] | None, window: str | None, capped: bool = False,
+    sinks: bool = False,
+) -> Forward:  # fmt: skip
     separate, file, (_, form) = viewed(original.forward, dict(names)), original.forward.__globals__, names[0]
     functions, eager = file["ALL_ATTENTION_FUNCTIONS"], file["eager_attention_forward"]
 
@@ -297,6 +313,8 @@ def _attention(
             )
         if capped:
             kwargs["softcap"] = self.attn_logit_softcapping
+        if sinks:
+            kwargs["s_aux"] = self.sinks
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         mixed, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)

@@ -22,22 +22,31 @@ from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
 def make_adjacent(linears: Sequence[nn.Module]) -> None:
-    """Move the weights of linear layers into one block of memory if each has its own storage. Values do not change."""
+    """Move the weights of linear layers into one block of memory if each has its own storage, and so their biases.
+
+    Values do not change.
+    """
     if not all(getattr(type(m), "_rtkernels_original", type(m)) is nn.Linear for m in linears):  # other libraries
         return
-    weights = [linear.weight for linear in linears]
-    first = weights[0]
-    for w in weights:
-        alike = w.dtype == first.dtype and w.device == first.device and w.shape[1:] == first.shape[1:]
-        if not alike or type(w) not in TENSOR_TYPES or w.device.type == "meta" or not w.is_contiguous():
+    _put_together([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears]
+    if all(bias is not None for bias in biases):
+        _put_together(biases)
+
+
+def _put_together(parameters: Sequence[Tensor]) -> None:
+    first = parameters[0]
+    for p in parameters:
+        alike = p.dtype == first.dtype and p.device == first.device and p.shape[1:] == first.shape[1:]
+        if not alike or type(p) not in TENSOR_TYPES or p.device.type == "meta" or not p.is_contiguous():
             return
-        if w.untyped_storage().nbytes() != w.numel() * w.element_size():  # a part of a flat parameter
+        if p.untyped_storage().nbytes() != p.numel() * p.element_size():  # a part of a flat parameter
             return
-    block = torch.cat([w.detach() for w in weights])
+    block = torch.cat([p.detach() for p in parameters])
     start = 0
-    for w in weights:
-        w.data = block[start : start + w.shape[0]]
-        start += w.shape[0]
+    for p in parameters:
+        p.data = block[start : start + p.shape[0]]
+        start += p.shape[0]
 
 
 def adjacent(weights: Sequence[Tensor]) -> Tensor | None:

@@ -201,3 +201,54 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "parity.json").write_text(json.dumps({"kind": "parity", "model": "dense", "arms": arms}))
     (tmp_path / "other.json").write_text("{}")
     assert plot.main([str(tmp_path)]) == 0 and (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_rows_of_decoding(tmp_path, monkeypatch, capsys) -> None:
+    """Rows are written one by one, a second call measures what is missing, and bytes are those of a token."""
+    from support.tiny_models import build
+
+    from bench.e2e import decode_rows
+
+    out = tmp_path / "rows.json"
+    measured = []
+
+    def run(command):
+        args = decode_rows.parser().parse_args(command[3:])
+        measured.append(args.one)
+        for cell in decode_rows.cells(args)[: 1 if len(measured) == 1 else None]:
+            numbers = {"ms_per_token": 2.0, "bytes": 10**9, "floor_ms": 0.25, "efficiency": 0.125, "tokens_per_s": 500}
+            decode_rows._add(args.out, decode_rows.key_of(*args.one.split(" "), *cell), numbers | {"note": ""})
+
+    monkeypatch.setattr(decode_rows, "_started", run)
+    words = [
+        "--rows",
+        "--models",
+        "llama",
+        "--arms",
+        "generate",
+        "--batches",
+        "1,8",
+        "--prompts",
+        "128",
+        "--out",
+        str(out),
+    ]
+    assert infer.main(words) == 0 and len(decode_rows._rows_of(out)) == 1
+    assert infer.main([*words, "--continue"]) == 0 and len(decode_rows._rows_of(out)) == 2
+    assert infer.main([*words, "--continue"]) == 0 and len(measured) == 2
+    assert "llama generate 128 8" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--continue"):
+        infer.main(words)
+    assert "failed: no" in decode_rows.line("llama generate 128 1", {"failed": "no"})
+
+    model = build("qwen3_moe")
+    config, tensors = model.config, dict(model.named_parameters())
+    experts = sum(p.nbytes for name, p in tensors.items() if ".experts." in name)
+    rest = sum(p.nbytes for name, p in tensors.items() if ".experts." not in name and "embed" not in name)
+    rest += sum(b.nbytes for b in model.buffers())
+    width = config.hidden_size // config.num_attention_heads
+    keys = 4 * config.num_hidden_layers * config.num_key_value_heads * width * (10 + 3)
+    share = config.num_experts_per_tok / config.num_experts
+    assert decode_rows.bytes_of(model, 10, 6, 1) == int(rest + experts * share) + keys
+    assert decode_rows.bytes_of(model, 10, 6, 64) == rest + experts + 64 * keys
+    assert decode_rows.copy_rate("cpu") > 0

@@ -17,13 +17,13 @@ pytest.importorskip("transformers", minversion="5.0")
 from support.tiny_models import build, largest_error, loss_and_gradients, tokens
 
 # Fused decoder layers, attentions and MLPs of the two layers of a model.
-WHOLE = {"llama": 6, "qwen3": 6, "qwen2": 6, "mistral": 6, "granite": 6, "qwen3_moe": 4, "mixtral": 4}
+WHOLE = {"llama": 6, "qwen3": 6, "qwen2": 6, "mistral": 6, "granite": 6, "qwen3_moe": 4, "mixtral": 4, "gpt_oss": 4}
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "granite", "qwen3_moe")]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "mixtral", "glm4", *SLOW])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "mixtral", "glm4", "gpt_oss", *SLOW])
 def test_loss_and_gradients_stay(kind: str) -> None:
     model = build(kind)
     loss, gradients = loss_and_gradients(model)

@@ -16,6 +16,9 @@ KINDS = {
     "qwen3": {},
     "mistral": WINDOW,
     "gemma3_text": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "qwen2": {},
     "qwen3_moe": {},
     "gpt_oss": WINDOW,
 }

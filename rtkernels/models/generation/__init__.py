@@ -31,10 +31,11 @@ def replace_generation(model: nn.Module, report: Any) -> None:
     if form_of(own) not in _SAMPLE:
         report.not_captured["the decoding loop of this class or of this version of transformers is not known here"] = 0
         return
-    from rtkernels.models.decoding import replace_head
+    from rtkernels.models.decoding import replace_head, replace_rotary
     from rtkernels.models.generation.state import State
 
     replace_head(model)
+    replace_rotary(model)
     model.__dict__[STATE] = State(report)
     model.__class__ = _subclass(original)
 

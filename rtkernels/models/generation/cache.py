@@ -27,9 +27,9 @@ def windows_of(cache: DynamicCache) -> list[int | None] | None:
 class Lengths:
     """Where the next key of each row goes, and how many keys it then has, for layers of one window."""
 
-    def __init__(self, window: int | None, rows: int, batch: int, device: torch.device) -> None:
+    def __init__(self, window: int | None, rows: int, places: Tensor) -> None:
         self.window, self.rows = window, rows
-        self.slots, self.seen = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
+        self.slots, self.seen = places
 
     def update(self, length: Tensor) -> None:
         """Compute both from the number of tokens that each row already has."""
@@ -99,10 +99,14 @@ class FixedCache(Cache):
         first = like.layers[0].keys
         self.batch, self.capacity, self.device = first.shape[0], capacity, first.device
         windows = [getattr(layer, "sliding_window", None) for layer in like.layers]
+        kinds = {window: capacity if window is None else min(window, capacity) for window in windows}
+        self.places = torch.zeros(len(kinds), 2, self.batch, dtype=torch.int32, device=self.device)
         self.lengths = {
-            window: Lengths(window, capacity if window is None else min(window, capacity), self.batch, self.device)
-            for window in dict.fromkeys(windows)
+            window: Lengths(window, rows, places)
+            for (window, rows), places in zip(kinds.items(), self.places, strict=True)
         }
+        rings = [0 if window is None else rows for window, rows in kinds.items()]  # as ``step_token`` reads them
+        self.rings = torch.tensor(rings, dtype=torch.int64, device=self.device)
         pairs = zip(like.layers, windows, strict=True)
         super().__init__(layers=[FixedLayer(layer, self.lengths[window]) for layer, window in pairs])
         masks = {

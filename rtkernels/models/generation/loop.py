@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from rtkernels.models import decoding
 from rtkernels.models.generation import STATE, select, supported
 from rtkernels.models.generation.cache import FixedCache, windows_of
 from rtkernels.models.generation.follow import DEPTH, RandomState, Ring
@@ -76,6 +77,7 @@ class _Call:
             raise Refused("its stop tokens are not those of the configuration")
         self.key = select.key_of(processors, bool(config.do_sample), self.stop, self.pad)
         self.options = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
+        self.bounded = bool((kwargs["position_ids"][:, -1] < self.columns).all())  # by the number of tokens
         window = next((w for w in windows_of(self.cache) or () if w is not None), None)
         self.form = kwargs.get("attention_mask") is not None, window is not None and self.columns >= window
         if self.form in state.refused:
@@ -119,6 +121,7 @@ class _Call:
         program.cache.load(self.cache, start, self.columns)
         program.rows.length.copy_(self.columns - start)
         program.rows.position.copy_(positions[:, -1:] + 1)
+        program.prepare()
         program.selection.start(self.processors, self.ids)
         self.random.save(0)
         program.accept(logits)
@@ -129,7 +132,7 @@ class _Call:
 
     def _program(self, capacity: int, vocabulary: int, like: Any) -> Program:
         """Return the program of a capacity for this call, with layers like those of a cache."""
-        state, key = self.state, (self.batch, capacity, self.key, *self.options.items())
+        state, key = self.state, (self.batch, capacity, self.key, self.bounded, *self.options.items())
         if key in state.programs:
             state.programs.move_to_end(key)
             return state.programs[key]
@@ -147,19 +150,22 @@ class _Call:
                 except torch.OutOfMemoryError:  # programs of other calls use memory, too
                     state.keep(like)
                     cache = FixedCache(like, capacity)
-            program = Program(rows or Rows(self.batch, device), cache, selection, self.options, state.report)
+            tables = decoding.Tables(capacity) if self.bounded else None
+            program = Program(rows or Rows(self.batch, device), cache, selection, self.options, state.report, tables)
         state.add(key, program)
         return program
 
     def _check(self, program: Program, outputs: Any) -> None:
-        """Compare a step of ours with one of transformers, once for each form of call, and undo ours.
+        """Compare a step of ours with one of transformers, once for each form of call.
+
+        The step is repeated afterwards, and then writes the same keys to the same place.
 
         Raises:
             Refused: The logits differ, or the model cannot run a step over our cache.
         """
-        model, rows = self.model, program.rows
+        model = self.model
         kwargs = model._update_model_kwargs_for_generation(outputs, dict(self.kwargs), is_encoder_decoder=False)
-        ids = torch.cat([self.ids, rows.token], 1)
+        ids = torch.cat([self.ids, program.rows.token], 1)
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         wanted = model(**inputs, return_dict=True).logits[:, -1].double()
         reason = None
@@ -173,8 +179,6 @@ class _Call:
             self.state.refused[self.form] = reason
             self.random.restore(0)
             raise Refused(reason)
-        rows.length.sub_(1)  # the step is repeated: it writes the same keys to the same place
-        rows.position.sub_(1)
         self.state.checked.add(self.form)
 
     # ---- the other steps --------------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ class _Call:
                     program.selection.active.logical_and_(~self.criteria(ids, None))
                     ended = not bool(program.selection.active.any())
                 else:
-                    ended = len(tokens) == self.limit or not result[-2]
+                    ended = len(tokens) == self.limit or not bool(result[self.batch : -1].any())
                 if streamer is not None:
                     streamer.put(tokens[-1])
             if ended:
@@ -217,7 +221,7 @@ class _Call:
         return torch.cat([self.ids, torch.stack(tokens, 1).to(device)], 1)
 
     def _ring(self) -> Ring:
-        ring, width = self.state.ring, self.batch + 2
+        ring, width = self.state.ring, 2 * self.batch + 1
         if ring is None or ring.width != width or ring.device != self.ids.device:
             with torch.inference_mode(False):
                 ring = self.state.ring = Ring(width, self.ids.device)
@@ -229,6 +233,7 @@ class _Call:
             return program
         larger = self._program(2 * program.cache.capacity, program.selection.vocabulary, program.cache)
         larger.cache.take(program.cache)
+        larger.prepare()
         return larger
 
     def _record(self, program: Program, captured: bool) -> None:

@@ -51,7 +51,7 @@ def key_of(given: Any, sampled: bool, stop: list[int], pad: int | None) -> Hasha
 class Selection:
     """The choice of one token for each row of the batch, and the tables that it needs.
 
-    `result` is int64 ``[batch + 2]``: the tokens, the number of rows that go on, and 1 if probabilities are NaN.
+    `result` is int64 ``[2 batch + 1]``: the tokens, 1 for each row that goes on, and 1 if probabilities are NaN.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Selection:
     ) -> None:  # fmt: skip
         self.sampled, self.vocabulary = sampled, vocabulary
         self.stop = torch.tensor(stop, dtype=torch.int64, device=device) if stop else None
-        self.pad = torch.tensor(pad or 0, dtype=torch.int64, device=device)
+        self.pad, self.pad_token = torch.tensor(pad or 0, dtype=torch.int64, device=device), pad or 0
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
-        self.result = torch.zeros(batch + 2, dtype=torch.int64, device=device)
+        self.result = torch.zeros(2 * batch + 1, dtype=torch.int64, device=device)
         self.seen: Tensor | None = None
         self.allowed_from: list[Tensor] = []
         self.steps = [self._step(p, batch, device) for p in given]
@@ -133,6 +133,12 @@ class Selection:
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
         self.columns.add_(1)
-        self.result[:-2].copy_(tokens)
-        self.result[-2:-1].copy_(self.active.sum().view(1))
+        batch = tokens.shape[0]
+        self.result[:batch].copy_(tokens)
+        self.result[batch:-1].copy_(self.active)
         return tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """True if tokens are those of the largest logits: one kernel selects them (``ops.reduce.step_token``)."""
+        return not self.sampled and not self.steps

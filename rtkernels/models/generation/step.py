@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from rtkernels.models import decoding
 from rtkernels.models.generation.cache import FixedCache
 from rtkernels.models.generation.select import Selection
+from rtkernels.ops.reduce import step_token
+from rtkernels.runtime.layout import FLOAT_DTYPES
 
 
 class Rows:
@@ -28,24 +30,30 @@ class Program:
     """
 
     def __init__(
-        self, rows: Rows, cache: FixedCache, selection: Selection, options: dict[str, Any], report: Any = None
-    ) -> None:
+        self, rows: Rows, cache: FixedCache, selection: Selection, options: dict[str, Any], report: Any = None,
+        tables: decoding.Tables | None = None,
+    ) -> None:  # fmt: skip
         self.rows, self.cache, self.selection, self.options, self.report = rows, cache, selection, options, report
+        self.tables = tables
         self.graph: Any = None
         self.count = 0
         self.failure: str | None = None
 
+    def prepare(self) -> None:
+        """Compute where the next keys go; needed after other code than a step has written ``rows.length``."""
+        self.cache.begin(self.rows.length)
+
     def logits(self, model: nn.Module) -> Tensor:
-        """Run the model on the last tokens and return the logits ``[batch, vocabulary]``."""
+        """Run the model on the last tokens and return the logits ``[batch, vocabulary]``.
+
+        Lengths change behind the last layer only: kernels of layers read them before the previous kernel has ended.
+        """
         rows = self.rows
-        self.cache.begin(rows.length)
-        with decoding.steps(self.report):
+        with decoding.steps(self.report, self.tables):
             out = model(
                 input_ids=rows.token, position_ids=rows.position, attention_mask=self.cache.masks,
                 past_key_values=self.cache, use_cache=True, return_dict=True, **self.options,
             )  # fmt: skip
-        rows.length.add_(1)
-        rows.position.add_(1)
         return out.logits[:, -1]
 
     def accept(self, logits: Tensor) -> None:
@@ -53,7 +61,18 @@ class Program:
         self.rows.token.copy_(self.selection(logits)[:, None])
 
     def step(self, model: nn.Module) -> None:
-        self.accept(self.logits(model))
+        """Run the model, select the next tokens, and advance to them."""
+        logits, rows, selection = self.logits(model), self.rows, self.selection
+        if selection.is_plain and logits.dtype in FLOAT_DTYPES:
+            step_token.FORWARD.call(
+                logits, selection.stop, self.cache.rings, rows.token.view(-1), rows.position.view(-1), rows.length,
+                selection.active, selection.columns, selection.result, self.cache.places, selection.pad_token,
+            )  # fmt: skip
+            return
+        rows.length.add_(1)
+        rows.position.add_(1)
+        self.prepare()
+        self.accept(logits)
 
     def run(self, model: nn.Module, pool: Any = None) -> bool:
         """Run a step; return True if a graph was captured for it. Without a memory pool, none is captured."""

@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 
+from rtkernels.models import replace
 from rtkernels.models.attention import NAME
 from rtkernels.models.generation import select
 from rtkernels.models.generation.cache import windows_of
@@ -120,14 +121,15 @@ def stamp(model: nn.Module) -> Hashable:
 
     These are the modules, their classes and their attributes that are numbers or strings, and the addresses, shapes and
     dtypes of parameters and buffers. Modules that are neither torch's nor transformers' (adapters) also have settings
-    in collections. Weights that are written in place are read by the next replay; only where codes of a weight are
-    kept does its version count, too.
+    in collections. Weights that are written in place are read by the next replay; only where codes of a weight or
+    tables of angles are kept does its version count, too.
     """
     parts: list[Hashable] = []
     for module in model.modules():
         cls = type(module)
         parts += (id(module), cls)
-        versions = issubclass(cls, KeepsCodes)
+        kind = replace.replaced(module)
+        versions = issubclass(cls, KeepsCodes) or (kind is not None and kind.kind == "decode_rotary")
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 version = tensor._version if versions and not tensor.is_inference() else 0

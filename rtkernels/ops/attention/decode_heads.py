@@ -26,13 +26,13 @@ _KERNEL = Kernel(
 )  # fmt: skip
 
 
-def _heads(qkv: Meta, k_cache: Meta) -> tuple[int, int]:
+def head_counts(qkv: Meta, k_cache: Meta) -> tuple[int, int]:
     """Return the numbers of q and kv heads."""
     kv_heads, dim = k_cache.shape[2:]
     return qkv.shape[-1] // max(dim, 1) - 2 * kv_heads, kv_heads
 
 
-def _check(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary) -> None:
+def check(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary) -> None:
     if qkv.dim() != 2 or k_cache.dim() != 4:
         raise ArgumentError(
             f"qkv has shape {tuple(qkv.shape)}, k_cache {tuple(k_cache.shape)}; expected [batch, columns] and "
@@ -43,7 +43,7 @@ def _check(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary) -
         check_same(name, cache.dtype, qkv.dtype, "dtype", of="qkv")
     batch, (kv_heads, dim) = qkv.shape[0], k_cache.shape[2:]
     check_same("k_cache", k_cache.shape[0], batch, "number of sequences", of="qkv")
-    q_heads, _ = _heads(qkv, k_cache)
+    q_heads, _ = head_counts(qkv, k_cache)
     if dim % 2 or not 0 < dim <= MAX_WIDTH or (q_heads + 2 * kv_heads) * dim != qkv.shape[1] or q_heads < 1:
         raise ArgumentError(
             f"qkv has {qkv.shape[1]} columns; expected q heads and 2 x {kv_heads} others of an even width up to "
@@ -66,7 +66,7 @@ def _check(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary) -
 
 
 def _plan(qkv, q_weight, cos, k_cache, v_cache, rotary, interleaved, device):
-    q_heads, kv_heads = _heads(qkv, k_cache)
+    q_heads, kv_heads = head_counts(qkv, k_cache)
     batch, dim = qkv.shape[0], k_cache.shape[3]
     strides = (*k_cache.stride[:3], *v_cache.stride[:3])
     if k_cache.stride[3] != 1 or v_cache.stride[3] != 1:
@@ -83,7 +83,9 @@ def _plan(qkv, q_weight, cos, k_cache, v_cache, rotary, interleaved, device):
     return Steps(Step(launch, *names, *numbers, "eps", "offset"))
 
 
-def _reference(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary, interleaved, eps, offset) -> Tensor:
+def heads_reference(
+    qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotary, interleaved, eps, offset
+) -> Tensor:
     batch, rows, kv_heads, dim = k_cache.shape
     x = qkv.float().view(batch, -1, dim)
     parts = x.split((x.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
@@ -110,7 +112,7 @@ def _reference(qkv, q_weight, k_weight, cos, sin, slots, k_cache, v_cache, rotar
 
 
 def _outputs(qkv, k_cache) -> tuple[Memory]:
-    q_heads, _ = _heads(qkv, k_cache)
+    q_heads, _ = head_counts(qkv, k_cache)
     return (Memory((qkv.shape[0], q_heads, k_cache.shape[3]), qkv.dtype),)
 
 
@@ -122,7 +124,7 @@ HEADS = Operator(
         Dense("slots", None), InPlace("k_cache", None), InPlace("v_cache", None),
     ),
     options="int rotary, bool interleaved, float eps, float offset", numbers="eps offset", results="q",
-    outputs=_outputs, plan=_plan, reference=_reference, check=_check,
+    outputs=_outputs, plan=_plan, reference=heads_reference, check=check,
 )  # fmt: skip
 
 OP = Op("decode_heads", public=(), kernels=(_KERNEL,), torch_ops=(HEADS,))

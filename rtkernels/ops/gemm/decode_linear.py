@@ -37,7 +37,7 @@ _TENSORS = (
     Rows("add", None, optional=True),
     Aligned("norm_weight", None, optional=True),
 )
-_OPTIONS = "str? packed, str? act, bool gated, bool constant, float eps, float offset"
+_OPTIONS = "str? packed, str? act, bool gated, bool constant, float eps, float offset, float factor"
 
 
 class DecodeLinear(NamedTuple):
@@ -55,6 +55,7 @@ class DecodeLinear(NamedTuple):
     constant: bool
     eps: float = 0.0
     offset: float = 0.0
+    factor: float = 1.0
 
     @property
     def metas(self) -> DecodeLinear:
@@ -105,7 +106,7 @@ def _plan(call: DecodeLinear, device: int) -> Steps:
     p = _describe(call).product
     if decode_plan.unsupported(_without_add(p), device_info(device).target) is not None:
         return IN_TORCH
-    return decode_plan.launches(p, device, call.norm_weight is not None, call.constant)
+    return decode_plan.launches(p, device, call.norm_weight is not None, call.constant, True)
 
 
 def _outputs(call: DecodeLinear) -> tuple[Memory]:
@@ -122,13 +123,13 @@ def _reference(call: DecodeLinear) -> Tensor:
         a = x.to(a.dtype)
     p = _without_add(described.product)
     sums = reference.product(p, described.left, described.right, a, call.b, None, call.scale_b, None, call.bias, None)
-    result = sums.reshape(*call.a.shape[:-1], p.n)
+    result = sums.reshape(*call.a.shape[:-1], p.n) * call.factor
     return (result if call.add is None else result + call.add.float()).to(call.a.dtype)
 
 
 FORWARD = Operator(
-    "decode_linear", _TENSORS, options=_OPTIONS, numbers="eps offset", results="out", outputs=_outputs, plan=_plan,
-    reference=_reference, check=_describe,
+    "decode_linear", _TENSORS, options=_OPTIONS, numbers="eps offset factor", results="out", outputs=_outputs,
+    plan=_plan, reference=_reference, check=_describe,
 )  # fmt: skip
 
 

@@ -22,8 +22,9 @@ _RING = 3  # slots of a warp
 _STEPS = 8  # of 64 bytes, of a slot
 _SCALES = 64  # of a slot
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
-_PASS = 64  # octets of a pass, times warps along k
+_SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
+_PREFETCH = 0  # bytes of weights that a block requests from memory before it waits, behind those of its rings
 _STATIC = 1024  # shared memory that is not dynamic, and what the driver takes
 
 _CODES = {
@@ -37,7 +38,7 @@ KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
-    "octets_:i64 row_shift_:i64 pass_octets_:i64 flags:i64 types:i64 eps:f64 offset:f64",
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 prefetch:i64 flags:i64 types:i64 eps:f64 offset:f64 factor:f64",
     variants=[
         (codes or math, math, tokens)
         for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
@@ -118,20 +119,24 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
             per_octet = -(-steps // along_k)
             busiest = -(-own // along_rows) * (per_octet + -(-per_octet // _STEPS))
-            passes = -(-own // min(_PASS // along_k, own))
+            passes = -(-own // _together(p.m, along_k, own))
             found.append((_WARPS * busiest + 12 * passes + 16 * (parts - 1), Shape(parts, own, row_shift, shared)))
     return min(found)[1] if found else None
 
 
+def _together(m: int, along_k: int, octets: int) -> int:
+    """Return the octets of a pass."""
+    return min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets, 32)
+
+
 def _shared(p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool) -> int:
     """Return the bytes of shared memory of a block."""
-    tokens = 2 if p.m > 8 else 1
     slot = 8 * 64 * _STEPS + (4 * _SCALES if _varies(p.scale_b, p.k) else 0)
     row = steps * int(128 / BYTES[p.b.token])
     along_k = _WARPS >> row_shift
-    together = min(_PASS // along_k, octets)
+    together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    return _WARPS * _RING * slot + p.m * (-(-row // 128) * 128 + 64) + row * normed + 256 * tokens * sums
+    return _WARPS * _RING * slot + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
 def steps(product: Product, device: int) -> Steps:
@@ -139,7 +144,7 @@ def steps(product: Product, device: int) -> Steps:
     return launches(product, device)
 
 
-def launches(product: Product, device: int, norm: bool = False, constant: bool = False) -> Steps:
+def launches(product: Product, device: int, norm: bool = False, constant: bool = False, factor: bool = False) -> Steps:
     """Return the launch of a product, with a norm of the rows of a if `norm` is set.
 
     Args:
@@ -147,6 +152,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
         device: CUDA ordinal, or -1 for the host emulator.
         norm: The rows of a are normalised first; the call has numbers ``eps`` and ``offset``.
         constant: No kernel that may still be running writes the weights, so that they are loaded without waiting.
+        factor: The call has a number ``factor``, by which results are multiplied before `add` is added.
     """
     p, info = product, device_info(device)
     if p.m == 0 or p.n == 0:
@@ -174,13 +180,15 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     numbers = (
         p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
         s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
-        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, min(_PASS // along_k, shape.octets), flags,
+        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets),
+        _PREFETCH // int(8 * size * -(-p.k // shape.parts)), flags,
         sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
     return Steps(
         Step(
             launch, "a", "b", "scale_b" if s else 0, "bias" if p.bias else 0, "add" if p.add else 0,
             "norm_weight" if norm else 0, "out", *numbers, *(("eps", "offset") if norm else (0.0, 0.0)),
+            "factor" if factor else 1.0,
         )
     )  # fmt: skip
 

@@ -47,7 +47,8 @@ def weights(name: str, n: int, k: int, dtype: torch.dtype, g: torch.Generator):
 
 
 def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: bool = False, act: str | None = None,
-         gated: bool = False, add: bool = False, bias: bool = False, lead: tuple[int, ...] = ()):  # fmt: skip
+         gated: bool = False, add: bool = False, bias: bool = False, factor: float = 1.0,
+         lead: tuple[int, ...] = ()):  # fmt: skip
     """Return arguments of the operator, the exact result and the error that fp32 sums and one rounding may have."""
     g = torch.Generator().manual_seed(m + n + k)
     x = torch.randn(*lead, m, k, generator=g).to(dtype)
@@ -72,8 +73,9 @@ def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: boo
         exact = act_of[act](gate) * up
     elif act == "relu":
         exact = exact.relu()
+    exact, slack = exact * factor, slack * abs(factor)
     exact = exact if residual is None else exact + residual.double()
-    arguments = (x, codes, scale, biases, residual, norm_weight, packed, act, gated, False, 1e-6, 1.0)
+    arguments = (x, codes, scale, biases, residual, norm_weight, packed, act, gated, False, 1e-6, 1.0, factor)
     return arguments, exact, slack + exact.abs() * torch.finfo(dtype).eps * 0.51 + 1e-30
 
 
@@ -115,6 +117,7 @@ def test_norm_gate_and_bias(name: str, target: str) -> None:
     checked(case(name, 2, 66, 320, norm=True, gated=True, act="silu", bias=True), target)
     checked(case(name, 10, 5, 320, FP16, gated=True, act="gelu_tanh", add=True), target)
     checked(case(name, 1, 7, 128, bias=True, act="relu", add=True), target)
+    checked(case(name, 2, 9, 128, factor=0.22, bias=True, add=True), target)
 
 
 def test_leading_dimensions() -> None:
@@ -135,7 +138,9 @@ def test_behind_another_kernel(constant: bool) -> None:
     x, *others = arguments
     others[8] = constant
     with rtkernels.emulate("sm_90"):
-        first = FORWARD.call(x, torch.eye(256).to(BF16), None, None, None, None, None, None, False, constant, 0.0, 0.0)
+        first = FORWARD.call(
+            x, torch.eye(256).to(BF16), None, None, None, None, None, None, False, constant, 0.0, 0.0, 1.0
+        )
         out = FORWARD.call(first, *others)
     assert ((out.double() - exact).abs() <= error).all()
 
@@ -147,7 +152,7 @@ def test_special_values(place: str) -> None:
         x[1, 3] = torch.inf
         w = torch.zeros(9, 64, dtype=BF16, device=device)
         w[4, 5], w[0] = torch.nan, 1.0
-        out = FORWARD.call(x, w, None, None, None, None, None, None, False, False, 0.0, 0.0)
+        out = FORWARD.call(x, w, None, None, None, None, None, None, False, False, 0.0, 0.0, 1.0)
         assert out[0, 0] == 64 and out[1, 0] == torch.inf and out[0, 4].isnan()
         assert (out[0, [1, 2, 3, 5, 6, 7, 8]] == 0).all() and out[1, 1:].isnan().all()
 

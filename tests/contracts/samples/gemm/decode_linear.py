@@ -11,6 +11,6 @@ def samples(device: str):
     g = torch.Generator(device).manual_seed(0)
     x, w, norm = (torch.randn(*shape, generator=g, device=device).bfloat16() for shape in ((2, 1, 64), (24, 64), (64,)))
     add, scale = torch.ones(2, 1, 24, dtype=x.dtype, device=device), torch.rand(24, generator=g, device=device)
-    yield FORWARD, (x, w, None, None, add, norm, None, None, False, True, 1e-6, 1.0)
+    yield FORWARD, (x, w, None, None, add, norm, None, None, False, True, 1e-6, 1.0, 0.5)
     codes = w.to(torch.float8_e4m3fn)
-    yield FORWARD, (x, codes, scale, scale.clone(), None, None, None, "silu", True, False, 0.0, 0.0)
+    yield FORWARD, (x, codes, scale, scale.clone(), None, None, None, "silu", True, False, 0.0, 0.0, 1.0)
