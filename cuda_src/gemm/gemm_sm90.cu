@@ -8,7 +8,12 @@
 // TMA stores boxes of results while the next tile is multiplied.
 //
 // Where plain results leave SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums of
-// one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
+// one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared. Without
+// groups, the upper half of `groups` says how many blocks share.
+//
+// Threads copy operands of bytes that TMA cannot load (gemm/row_copies_sm90.cuh). There are no groups then: `starts` and
+// `ends` are the addresses of a and b, `a_group_pitch` and `b_group_pitch` their bytes from row to row. Where memory bounds
+// a product and no scales of b are loaded, `scale_b_map` may describe longer stretches of b, which go to L2 ahead of time.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k; for fp8 products these keep about 14 bits as they
 // accumulate. int32 sums are exact. With SCALES each 128 bytes of k are accumulated from zero, and the result, times
@@ -20,76 +25,16 @@
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
+#include "gemm/loop_scales_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
-#include "ptx/cp_async.cuh"
+#include "gemm/row_copies_sm90.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
 
-inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
 inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
-
-// With scales in the loop, totals are fp32 whatever type the tensor cores accumulate.
-template <typename Sum, int SCALES>
-struct Totals {
-    using Type = float;
-};
-template <typename Sum>
-struct Totals<Sum, kNoScales> {
-    using Type = Sum;
-};
-
-// Scale (i, j) of an operand covers `rows` rows (0: all) and 64 << depth_shift of k.
-struct ScalePlace {
-    const float* scale;
-    i64 row_pitch, depth_pitch, group_pitch;
-    u32 rows, depth_shift;
-
-    // For scales in the loop; those of the epilogue cover one row, or all with a pitch of 0.
-    RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
-    RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
-        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
-    }
-    RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
-};
-
-// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them per
-// thread of two warps. Fewer than 2^32 scales.
-template <int ROWS, int COUNT>
-struct ScaleCopies {
-    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
-    static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
-    u32 at[kEach], exist = 0;
-
-    // `rows` of a's rows exist (0: copied elsewhere), and b's columns, `apart` from each other, up to `columns`.
-    RTK_DEVICE void place(const ScalePlace& a, const ScalePlace& b, const ProductTile& tile, int thread, int rows, i64 columns,
-                          int apart) {
-        exist = 0;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int item = thread + kThreads * i;
-            const bool of_a = kThreads * i < ROWS;
-            const i64 n = tile.n + static_cast<i64>(item - ROWS) * apart;
-            const bool exists = of_a ? item < rows : item < COUNT && n < columns;
-            at[i] = 0;
-            if (exists) at[i] = static_cast<u32>(of_a ? a.of_row(tile.row + item, tile.group) : b.of_row(n, tile.group));
-            exist |= static_cast<u32>(exists) << i;
-        }
-    }
-
-    // Start of the scales of this depth.
-    RTK_DEVICE void copy(ptx::SharedAddress to, const float* of_a, const float* of_b, int thread, bool rows_too,
-                         bool columns_too) const {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const bool is_a = kThreads * i < ROWS;
-            if ((is_a ? rows_too : columns_too) && thread + kThreads * i < COUNT)
-                ptx::cp_async_4_or_zero(to + 4 * (thread + kThreads * i), (is_a ? of_a : of_b) + at[i], exist >> i & 1u);
-        }
-    }
-};
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
           int SCALES, int FINISH>
@@ -121,6 +66,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr bool kSplits = FINISH == kPlainFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
+    constexpr bool kCopies = sizeof(A) == 1 && FINISH == kPlainFinish && SCALES != kColumnScales;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -142,13 +88,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // TMA loads scales of the loop if there is one per row and it can read their layout; otherwise two warps do.
     const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
     const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
+    const bool copies_rows = kCopies && (flags.copied_a() || flags.copied_b());
     if (threadIdx.x == kConsumerWarps * kWarp) {
         ptx::tma_prefetch_map(a_map);
         ptx::tma_prefetch_map(b_map);
         ptx::tma_prefetch_map(scale_a_map);
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
-        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
+        pipeline.init(copies_rows || copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
     }
     ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
@@ -157,14 +104,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
     // Computed where a role begins: earlier, it would occupy registers that the producer does not have.
-    auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth)); };
+    auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
         if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
-            const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
+            const bool fetches_a = !kCopies || !flags.copied_a(), fetches_b = !kCopies || !flags.copied_b();
+            const u32 bytes = (fetches_a ? Operands::kABytes : 0) + (fetches_b ? Operands::kBBytes : 0) + (rows_too ? 4 * kRows : 0) +
+                              (columns_too ? 4 * COLS : 0);
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
@@ -173,8 +122,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     pipeline.acquire(state);
                     const ptx::SharedAddress full = pipeline.expect(state, bytes);
-                    Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
-                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
+                    if (SCALES != kColumnScales && flags.prefetches_b() && tile.row == 0)
+                        Operands::template prefetch_b<kGated>(scale_b_map, k, tile, group_b, static_cast<i32>(columns));
+                    if (fetches_a) Operands::fetch_a(a_map, stage, full, tile.k + k, tile.row, group_a);
+                    if (fetches_b)
+                        Operands::fetch_b(b_map, stage, full, tile.k + k, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
                     if (rows_too)
@@ -183,19 +136,26 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                         ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
                 }
             }
-        } else if (SCALES != kNoScales && warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b)) {
+        } else if (warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b || copies_rows)) {
             const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
             ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
+            const RowCopies rows_a{reinterpret_cast<const u8*>(starts), a_group_pitch, rows, depth};
+            const RowCopies rows_b{reinterpret_cast<const u8*>(ends), b_group_pitch, columns, depth};
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
-                copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
+                if (SCALES != kNoScales)
+                    copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
+                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
                     pipeline.acquire(state);
-                    copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
-                                scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
+                    if (SCALES != kNoScales)
+                        copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
+                                    scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
+                    if (kCopies && flags.copied_a()) rows_a.template copy<kRows>(stage, tile.k + k, tile.row, thread);
+                    if (kCopies && flags.copied_b()) rows_b.template copy<COLS>(stage + Operands::kABytes, tile.k + k, tile.n, thread);
                     ptx::cp_async_arrive(pipeline.full(state));
                 }
             }
@@ -273,6 +233,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 pipeline.wait(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
+                if (copies_rows) ptx::fence_async_shared();  // what threads copied, for wgmma
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
@@ -297,6 +258,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
+                if (copies_rows) ptx::fence_async_shared();
                 if constexpr (kLeftInRegisters)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };

@@ -141,8 +141,8 @@ def test_device_code_includes_no_toolkit_header() -> None:
 MANY_ARGUMENTS = 32
 STILL_SEPARATE = {
     "attention_mma_dkv": 52, "attention_mma_dq": 48, "attention_mma_quant": 47, "attention_mma_fwd": 44,
-    "attention_mma_dbias": 43, "append_kv_cache": 40, "attention_decode": 40, "attention_paged": 40, "gemm_mma": 39,
-    "attention_sm90_quant": 37, "attention_sm90_bwd": 39, "attention_sm90_fwd": 35, "qkv_split": 34, "gemm_skinny": 34,
+    "attention_mma_dbias": 43, "append_kv_cache": 40, "attention_decode": 40, "attention_paged": 40,
+    "attention_sm90_quant": 37, "attention_sm90_bwd": 39, "attention_sm90_fwd": 35, "qkv_split": 34,
     "gated_delta_rule_grads": 35,
 }  # fmt: skip
 

@@ -112,6 +112,63 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     ),
     "int8_sums_shared": (70, 66, 656, {"a": "int8", "out": "int32", "accumulate": True, "tile": SMALL, "sharing": 3}),
     "int8_rows_shared": (70, 136, 656, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "tile": SMALL, "sharing": 4}),
+    # The first blocks share the last tiles; others have none of them.
+    "bf16_last_shared": (131, 392, 456, {"bias": "bf16", "tile": SMALL, "sharing": 2, "grid": 7}),
+    "fp8_last_shared": (
+        70,
+        1000,
+        656,
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "tile": SMALL, "sharing": 4, "grid": 6},
+    ),
+    # Rows of bytes that are multiples of 8: of both operands, of one of them; an odd number of rows, results of all kinds.
+    "fp8_halves": (
+        131,
+        264,
+        296,
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "bias": "bf16", "halves": "ab", "tile": BROAD},
+    ),
+    "fp8_halves_of_a": (300, 136, 296, {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "a", "tile": SMALL}),
+    "fp8_halves_of_b": (70, 131, 392, {"a": "e4m3", "scale_b": ROW, "halves": "b", "tile": ONE}),
+    "fp8_fast_halves": (
+        131,
+        200,
+        8,
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "out": "fp32", "halves": "ab", "tile": COLS_192},
+    ),
+    "fp8_pingpong_halves": (
+        131,
+        323,
+        264,
+        {"a": "e4m3", "sums": "fast", "scale_b": ROW, "out": "fp16", "narrow": 5, "halves": "ab", "tile": PINGPONG},
+    ),
+    "1d2d_halves": (131, 264, 392, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": BROAD}),
+    "1d2d_halves_shared": (
+        70,
+        136,
+        656 + 8,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": ONE, "sharing": 8},
+    ),
+    "int8_halves": (
+        70,
+        136,
+        200,
+        {"a": "int8", "scale_a": ROW, "scale_b": ROW, "act": "silu", "halves": "ab", "tile": ONE},
+    ),
+    "int8_sums_of_halves": (
+        131,
+        67,
+        200,
+        {"a": "int8", "out": "int32", "accumulate": True, "halves": "ab", "tile": SMALL},
+    ),
+    # Long stretches of b are prefetched; more than one of them, shared tiles.
+    "bf16_prefetched": (70, 136, 1000, {"tile": SMALL, "prefetch": True}),
+    "fp8_prefetched": (
+        70,
+        136,
+        1000,
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "tile": ONE, "sharing": 4, "prefetch": True},
+    ),
+    "gated_prefetched": (70, 136, 600, {"gate": "silu", "tile": BROAD, "prefetch": True}),
     # Ping-pong: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
     "bf16_pingpong": (300, 500, 200, {"bias": "bf16", "tile": PINGPONG}),
     "bf16_one_tile_pingpong": (70, 40, 1000, {"act": "silu", "tile": PINGPONG}),
