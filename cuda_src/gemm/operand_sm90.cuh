@@ -62,16 +62,17 @@ struct TypedOperands {
         fetch_b(b, stage, full, k, n, group_b, apart);
     }
 
-    // Of b along k, kStretch elements of each row at a time, the next ones when a stretch begins: memory delivers rows
-    // in long stretches faster than the 128 bytes of a stage. Boxes have the rows of a tile, or half of them.
-    static constexpr i32 kStretch = 256;
+    // Of b along k, 512 bytes of each row at a time, the next ones when a stretch begins: memory delivers rows in long
+    // stretches faster than the 128 bytes of a stage. Boxes have words, and the rows of a tile or half of them.
+    static constexpr i32 kStretch = 512 / sizeof(B);
     template <bool APART>
     RTK_DEVICE static void prefetch_b(const ptx::TensorMap& stretches, i32 k, const ProductTile& tile, i32 group, i32 apart) {
         if (k % kStretch != 0) return;
 #pragma unroll 1
         for (i32 at = k == 0 ? 0 : k + kStretch; at <= k + kStretch && at < tile.depth; at += kStretch) {
-            ptx::tma_prefetch_3d(stretches, tile.k + at, tile.n, group);
-            if (APART) ptx::tma_prefetch_3d(stretches, tile.k + at, tile.n + apart, group);
+            const i32 word = (tile.k + at) * static_cast<i32>(sizeof(B)) / 4;
+            ptx::tma_prefetch_3d(stretches, word, tile.n, group);
+            if (APART) ptx::tma_prefetch_3d(stretches, word, tile.n + apart, group);
         }
     }
 

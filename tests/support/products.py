@@ -127,7 +127,8 @@ def dense(
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
-    `narrow` is how many more columns the memory of the result has, which must stay unchanged; `halves` names operands with such rows.
+    `narrow` is how many more columns the memory of the result has, which must stay unchanged. `halves`: operands with
+    rows of multiples of 8 bytes only.
     """
     b = b or a
     left = operand(a, m, k, across=across[0], halves="a" in halves, device=device)

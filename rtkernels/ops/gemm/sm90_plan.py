@@ -200,9 +200,10 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
     return Boxes(name, _token(matrix), sizes, strides, box)
 
 
-def _stretches(boxes: Boxes) -> Boxes:
-    """Boxes of as many rows of b with longer stretches of k, for L2."""
-    return boxes._replace(box=(256, *boxes.box[1:]), swizzle=False)
+def _stretches(b: Boxes, size: int) -> Boxes:
+    """Boxes of as many rows of b with 512 bytes of k, in words, for L2."""
+    sizes = (max(b.sizes[0] * size // 4, 1), *b.sizes[1:])
+    return b._replace(token="fp32", sizes=sizes, box=(128, *b.box[1:]), swizzle=False)
 
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
@@ -306,7 +307,11 @@ def _arguments(
     b_box_rows = tile.cols // 2 if finish == GATED else tile.cols
     a = _operand(names.get("a", "a"), p.a, a_map_rows, p.k, groups_a, tile.rows)
     b = _operand(names.get("b", "b"), p.b, b_map_rows, p.k, groups_b, b_box_rows)
-    stretches = _stretches(b) if prefetch and not (copied[1] or p.b.across or scales == COLUMN_SCALES) else None
+    stretches = (
+        _stretches(b, int(BYTES[p.b.token]))
+        if prefetch and not (copied[1] or p.b.across or scales == COLUMN_SCALES)
+        else None
+    )
     out_bytes = int(BYTES[p.out.token])
     adds = p.accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
     by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)

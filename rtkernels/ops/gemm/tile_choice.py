@@ -103,7 +103,7 @@ _ROWS = {
     16: 1.66,
     32: 1.25,
     64: 1.15,
-}  # how much longer loads take if rows begin at multiples of so many bytes
+}  # how much longer loads take, by the multiple at which rows begin
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one

@@ -120,12 +120,12 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         656,
         {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "tile": SMALL, "sharing": 4, "grid": 6},
     ),
-    # Rows of bytes that are multiples of 8: of both operands, of one of them; an odd number of rows, results of all kinds.
+    # Rows of bytes that are multiples of 8: of both operands, of one of them; odd numbers of rows, all results.
     "fp8_halves": (
         131,
         264,
         296,
-        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "bias": "bf16", "halves": "ab", "tile": BROAD},
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": BROAD},
     ),
     "fp8_halves_of_a": (300, 136, 296, {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "a", "tile": SMALL}),
     "fp8_halves_of_b": (70, 131, 392, {"a": "e4m3", "scale_b": ROW, "halves": "b", "tile": ONE}),
@@ -152,7 +152,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         70,
         136,
         200,
-        {"a": "int8", "scale_a": ROW, "scale_b": ROW, "act": "silu", "halves": "ab", "tile": ONE},
+        {"a": "int8", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": ONE},
     ),
     "int8_sums_of_halves": (
         131,
