@@ -66,7 +66,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr bool kSplits = FINISH == kPlainFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
-    constexpr bool kCopies = sizeof(A) == 1 && FINISH == kPlainFinish && SCALES != kColumnScales;
+    // Small tiles leave registers for threads that copy operands.
+    constexpr bool kSmall = COLS == 128;
+    constexpr bool kCopies = kSmall && sizeof(A) == 1 && FINISH == kPlainFinish && SCALES != kColumnScales;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(scale_a_map);
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
-        pipeline.init(copies_rows || copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
+        pipeline.init(1 + (copies_a || copies_b ? 2 * kWarp : 0) + (copies_rows ? kWarp : 0), 4 * kTogether);
     }
     ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
+        if constexpr (CONSUMERS == 2) ptx::registers_give<kSmall ? 72 : 40>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
@@ -136,26 +138,35 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                         ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
                 }
             }
-        } else if (warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b || copies_rows)) {
+        } else if (SCALES != kNoScales && warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b)) {
             const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
             ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
-            const RowCopies rows_a{reinterpret_cast<const u8*>(starts), a_group_pitch, rows, depth};
-            const RowCopies rows_b{reinterpret_cast<const u8*>(ends), b_group_pitch, columns, depth};
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
-                if (SCALES != kNoScales)
-                    copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
+                copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
+                    pipeline.acquire(state);
+                    copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
+                                scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
+                    ptx::cp_async_arrive(pipeline.full(state));
+                }
+            }
+        } else if (kCopies && copies_rows && warp == kConsumerWarps + 1) {
+            DenseTiles<kRows, COLS> dense{static_cast<u32>(rows), static_cast<u32>(columns), upper(flags_and_band), static_cast<i32>(depth)};
+            for (Share share = own_share(); share.exists(); share.next()) {
+                const ProductTile tile = share.tile(dense, kDepth);
+#pragma unroll 1
+                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
                     pipeline.acquire(state);
-                    if (SCALES != kNoScales)
-                        copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
-                                    scale_b + of_b.of_depth(block), thread, copies_a, copies_b);
-                    if (kCopies && flags.copied_a()) rows_a.template copy<kRows>(stage, tile.k + k, tile.row, thread);
-                    if (kCopies && flags.copied_b()) rows_b.template copy<COLS>(stage + Operands::kABytes, tile.k + k, tile.n, thread);
+                    if (flags.copied_a())
+                        copy_rows<kRows>(stage, reinterpret_cast<const u8*>(starts), a_group_pitch, tile.k + k, tile.row, rows, depth);
+                    if (flags.copied_b())
+                        copy_rows<COLS>(stage + Operands::kABytes, reinterpret_cast<const u8*>(ends), b_group_pitch, tile.k + k,
+                                        tile.n, columns, depth);
                     ptx::cp_async_arrive(pipeline.full(state));
                 }
             }
@@ -163,7 +174,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         return;
     }
 
-    if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
+    if constexpr (CONSUMERS == 2) ptx::registers_take<kSmall ? 216 : 232>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
     const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other

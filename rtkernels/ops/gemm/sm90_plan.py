@@ -307,11 +307,8 @@ def _arguments(
     b_box_rows = tile.cols // 2 if finish == GATED else tile.cols
     a = _operand(names.get("a", "a"), p.a, a_map_rows, p.k, groups_a, tile.rows)
     b = _operand(names.get("b", "b"), p.b, b_map_rows, p.k, groups_b, b_box_rows)
-    stretches = (
-        _stretches(b, int(BYTES[p.b.token]))
-        if prefetch and not (copied[1] or p.b.across or scales == COLUMN_SCALES)
-        else None
-    )
+    prefetch = prefetch and not (copied[1] or p.b.across or scales == COLUMN_SCALES)
+    stretches = _stretches(b, int(BYTES[p.b.token])) if prefetch else None
     out_bytes = int(BYTES[p.out.token])
     adds = p.accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
     by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
@@ -383,6 +380,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
         return Choice(only or choose_grouped(m, n, scales, finish, sms, tiles))
     if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
         tiles = [tile for tile in tiles if tile not in BETWEEN]
+    if is_copied(p, p.a) or is_copied(p, p.b):
+        tiles = [tile for tile in tiles if tile.cols == SMALL.cols]
     if only is not None:
         tiles = [only]
     return choose(_size_of(p), scales, finish, sms, tiles, (LARGE,) if p.a.across and p.b.across else ())

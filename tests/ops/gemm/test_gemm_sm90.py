@@ -125,7 +125,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         131,
         264,
         296,
-        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": BROAD},
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SMALL},
     ),
     "fp8_halves_of_a": (300, 136, 296, {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "a", "tile": SMALL}),
     "fp8_halves_of_b": (70, 131, 392, {"a": "e4m3", "scale_b": ROW, "halves": "b", "tile": ONE}),
@@ -133,7 +133,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         131,
         200,
         8,
-        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "out": "fp32", "halves": "ab", "tile": COLS_192},
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "out": "fp32", "halves": "ab", "tile": SMALL},
     ),
     "fp8_pingpong_halves": (
         131,
@@ -141,7 +141,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         264,
         {"a": "e4m3", "sums": "fast", "scale_b": ROW, "out": "fp16", "narrow": 5, "halves": "ab", "tile": PINGPONG},
     ),
-    "1d2d_halves": (131, 264, 392, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": BROAD}),
+    "1d2d_halves": (131, 264, 392, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SMALL}),
     "1d2d_halves_shared": (
         70,
         136,
