@@ -245,7 +245,8 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
         }
     }
     // In place, before the loop over boxes, so that its two forms only store.
-    if (FACTORS && flags.factors()) {
+    // Without rows, no barrier would follow before the next tile's columns are written.
+    if (FACTORS && flags.factors() && part_of(0).rows > 0) {
         ptx::named_barrier_sync(ring.barrier, 128);  // all columns are valid
 #pragma unroll
         for (int j = 0; j < COLS / 8; ++j) {
