@@ -62,8 +62,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
-    // Two operands that lie across need more registers for their copies than the producer has left for a share.
-    constexpr bool kSplits = FINISH == kPlainFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
+    // Two operands that lie across need more registers for their copies than the producer has left for a share, and
+    // gated sums with scales more than consumers have.
+    constexpr bool kSharesFinish = FINISH == kPlainFinish || (FINISH == kGatedFinish && SCALES == kNoScales);
+    constexpr bool kSplits = kSharesFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     // Small tiles leave registers for threads that copy operands.

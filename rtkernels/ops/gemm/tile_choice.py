@@ -186,7 +186,7 @@ def choose(
     ``tiles`` are those that can compute the product (default: all); blocks cannot share those in ``whole``.
     """
     if finish != PLAIN:
-        return Choice(LARGE)
+        tiles, whole = (LARGE,), () if finish == GATED and scales == NO_SCALES else (LARGE,)
     found = [
         c for t in tiles or TILES[scales] for c in _candidates(t, size, scales, sms) if not (c.sharing and t in whole)
     ]

@@ -168,6 +168,8 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         1000,
         {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "tile": ONE, "sharing": 4, "prefetch": True},
     ),
+    "gated_shared": (70, 136, 600, {"gate": "silu", "bias": "bf16", "tile": BROAD, "sharing": 6}),
+    "gated_last_shared": (70, 400, 600, {"gate": "gelu", "out": "fp32", "tile": BROAD, "sharing": 3, "grid": 3}),
     "gated_prefetched": (70, 136, 600, {"gate": "silu", "tile": BROAD, "prefetch": True}),
     # Ping-pong: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
     "bf16_pingpong": (300, 500, 200, {"bias": "bf16", "tile": PINGPONG}),
