@@ -85,7 +85,10 @@ def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
         copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
         return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
 
-    best = min(((name,) for name in names), key=cycles)  # both copies at once gained nothing
+    choices = [(name,) for name in names]
+    if any(is_copied(p, getattr(p, name)) for name in names):  # else both copies at once gained nothing
+        choices.append(tuple(names))
+    best = min(choices, key=cycles)
     return best if cycles(best) < _GAIN * cycles(()) else ()
 
 
