@@ -218,9 +218,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
-                const int column = tile.n + thread + 128 * (kGated ? 0 : i);
-                const bool exists = column < columns && thread + 128 * i < COLS;
-                const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
+                const int at = thread + 128 * i, column = tile.n + at % kOutCols;
+                const bool exists = column < columns && at < COLS;
+                const u32 n = static_cast<u32>(column) + (kGated && at >= kOutCols ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
                 ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_single_row(n, tile.group));
                 ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
@@ -377,14 +377,15 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if constexpr (FINISH == kPlainFinish) {
             finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
         } else {
-            static_assert(WAVES == 1 && kOutCols % 128 == 0, "whole scales in a warpgroup's rows");
+            static_assert(WAVES == 1 && (kOutCols % 128 == 0 || (kGated && SCALES == kNoScales)), "scales cover 128 columns");
+            if (part_of(0).rows <= 0) continue;  // no barrier would follow before the next tile's columns are written
             const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
             ptx::named_barrier_sync(ring.barrier, 128);  // all columns are valid
-            float results[1][64];
+            float results[1][kOutCols < 128 ? kOutCols / 2 : 64];
             finish_in_registers<kGated, COLS, 0>(sums[0], row_factor[0], own_columns, flags.register_act(), existing, results[0]);
             if (flags.out() < kE4m3) {
                 if constexpr (kGated) finish_parts<kOutCols, false>(results, row_factor, own_columns, ring, place, part_of);
-            } else {
+            } else if constexpr (kOutCols % 128 == 0) {
                 const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
                                       static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
                 ResultPart part = part_of(0);

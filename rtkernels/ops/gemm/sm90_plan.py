@@ -16,6 +16,7 @@ from rtkernels.ops.gemm.tile_choice import (
     BETWEEN,
     COLUMN_SCALES,
     GATED,
+    GATED_TILES,
     LARGE,
     MAX_GROUPS,
     NO_SCALES,
@@ -63,8 +64,9 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
-                for finish in (QUANTIZED, GATED):
-                    yield (*types, False, False, *LARGE, scales, finish)
+                yield (*types, False, False, *LARGE, scales, QUANTIZED)
+                for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
+                    yield (*types, False, False, *tile, scales, GATED)
         if pair[0] in FLOAT16:
             for across in ((False, True), (True, False), (True, True)):
                 for tile in (LARGE, SMALL):
@@ -374,6 +376,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
+    if p.quantized is not None:  # scales cover 128 columns of a tile
+        tiles = [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count

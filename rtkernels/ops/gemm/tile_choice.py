@@ -57,6 +57,7 @@ TILES = {  # by what is in the loop
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
+GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP)  # of bf16 without scales in the loop; others are gated by the first one
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -98,12 +99,7 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {
-    8: 1.66,
-    16: 1.66,
-    32: 1.25,
-    64: 1.15,
-}  # how much longer loads take, by the multiple at which rows begin
+_ROWS = {8: 2.4, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
@@ -185,8 +181,8 @@ def choose(
 
     ``tiles`` are those that can compute the product (default: all); blocks cannot share those in ``whole``.
     """
-    if finish != PLAIN:
-        tiles, whole = (LARGE,), () if finish == GATED and scales == NO_SCALES else (LARGE,)
+    if finish == QUANTIZED or (finish == GATED and scales != NO_SCALES):
+        tiles = whole = (LARGE,)
     found = [
         c for t in tiles or TILES[scales] for c in _candidates(t, size, scales, sms) if not (c.sharing and t in whole)
     ]

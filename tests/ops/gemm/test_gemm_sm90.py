@@ -170,6 +170,8 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     ),
     "gated_shared": (70, 136, 600, {"gate": "silu", "bias": "bf16", "tile": BROAD, "sharing": 6}),
     "gated_last_shared": (70, 400, 600, {"gate": "gelu", "out": "fp32", "tile": BROAD, "sharing": 3, "grid": 3}),
+    "gated_small": (150, 136, 72, {"gate": "silu", "bias": "bf16", "tile": SMALL}),
+    "gated_one_warpgroup": (70, 131, 200, {"gate": "gelu", "out": "fp32", "narrow": 1, "tile": ONE, "sharing": 4}),
     "gated_prefetched": (70, 136, 600, {"gate": "silu", "tile": BROAD, "prefetch": True}),
     # Ping-pong: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
     "bf16_pingpong": (300, 500, 200, {"bias": "bf16", "tile": PINGPONG}),
