@@ -26,9 +26,6 @@ struct EpilogueFlags {
     RTK_DEVICE bool factors() const { return bits >> 18 & 1u; }  // sums are multiplied, or a bias is added
     RTK_DEVICE bool engine_scales_a() const { return bits >> 24 & 1u; }
     RTK_DEVICE bool engine_scales_b() const { return bits >> 25 & 1u; }
-    RTK_DEVICE bool copied_a() const { return bits >> 26 & 1u; }  // threads load a (gemm/row_copies_sm90.cuh)
-    RTK_DEVICE bool copied_b() const { return bits >> 27 & 1u; }
-    RTK_DEVICE bool prefetches_b() const { return bits >> 28 & 1u; }
     RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
 };
 

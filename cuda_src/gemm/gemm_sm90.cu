@@ -11,10 +11,6 @@
 // one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared. Without
 // groups, the upper half of `groups` says how many blocks share.
 //
-// Threads copy operands of bytes that TMA cannot load (gemm/row_copies_sm90.cuh). There are no groups then: `starts` and
-// `ends` are the addresses of a and b, `a_group_pitch` and `b_group_pitch` their bytes from row to row. Where memory bounds
-// a product and no scales of b are loaded, `scale_b_map` may describe longer stretches of b, which go to L2 ahead of time.
-//
 // Numerics: sums are fp32 in the tensor cores over all of k; for fp8 products these keep about 14 bits as they
 // accumulate. int32 sums are exact. With SCALES each 128 bytes of k are accumulated from zero, and the result, times
 // its scales, is added in fp32 registers:
@@ -28,7 +24,6 @@
 #include "gemm/loop_scales_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
-#include "gemm/row_copies_sm90.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
@@ -68,9 +63,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr bool kSplits = kSharesFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
-    // Small tiles leave registers for threads that copy operands.
-    constexpr bool kSmall = COLS == 128;
-    constexpr bool kCopies = kSmall && sizeof(A) == 1 && FINISH == kPlainFinish && SCALES != kColumnScales;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -92,14 +84,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // TMA loads scales of the loop if there is one per row and it can read their layout; otherwise two warps do.
     const bool copies_a = SCALES != kNoScales && flags.loop_scales_a() && !flags.engine_scales_a();
     const bool copies_b = SCALES != kNoScales && flags.loop_scales_b() && !flags.engine_scales_b();
-    const bool copies_rows = kCopies && (flags.copied_a() || flags.copied_b());
     if (threadIdx.x == kConsumerWarps * kWarp) {
         ptx::tma_prefetch_map(a_map);
         ptx::tma_prefetch_map(b_map);
         ptx::tma_prefetch_map(scale_a_map);
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
-        pipeline.init(1 + (copies_a || copies_b ? 2 * kWarp : 0) + (copies_rows ? kWarp : 0), 4 * kTogether);
+        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
     }
     ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
@@ -111,13 +102,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS == 2) ptx::registers_give<kSmall ? 72 : 40>();
+        if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
-            const bool fetches_a = !kCopies || !flags.copied_a(), fetches_b = !kCopies || !flags.copied_b();
-            const u32 bytes = (fetches_a ? Operands::kABytes : 0) + (fetches_b ? Operands::kBBytes : 0) + (rows_too ? 4 * kRows : 0) +
-                              (columns_too ? 4 * COLS : 0);
+            const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
@@ -126,12 +115,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     pipeline.acquire(state);
                     const ptx::SharedAddress full = pipeline.expect(state, bytes);
-                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
-                    if (SCALES != kColumnScales && flags.prefetches_b() && tile.row == 0)
-                        Operands::template prefetch_b<kGated>(scale_b_map, k, tile, group_b, static_cast<i32>(columns));
-                    if (fetches_a) Operands::fetch_a(a_map, stage, full, tile.k + k, tile.row, group_a);
-                    if (fetches_b)
-                        Operands::fetch_b(b_map, stage, full, tile.k + k, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
+                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
                     if (rows_too)
@@ -156,27 +141,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     ptx::cp_async_arrive(pipeline.full(state));
                 }
             }
-        } else if (kCopies && copies_rows && warp == kConsumerWarps + 1) {
-            DenseTiles<kRows, COLS> dense{static_cast<u32>(rows), static_cast<u32>(columns), upper(flags_and_band), static_cast<i32>(depth)};
-            for (Share share = own_share(); share.exists(); share.next()) {
-                const ProductTile tile = share.tile(dense, kDepth);
-#pragma unroll 1
-                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
-                    const ptx::SharedAddress stage = stages + state.stage * Operands::kStageBytes;
-                    pipeline.acquire(state);
-                    if (flags.copied_a())
-                        copy_rows<kRows>(stage, reinterpret_cast<const u8*>(starts), a_group_pitch, tile.k + k, tile.row, rows, depth);
-                    if (flags.copied_b())
-                        copy_rows<COLS>(stage + Operands::kABytes, reinterpret_cast<const u8*>(ends), b_group_pitch, tile.k + k,
-                                        tile.n, columns, depth);
-                    ptx::cp_async_arrive(pipeline.full(state));
-                }
-            }
         }
         return;
     }
 
-    if constexpr (CONSUMERS == 2) ptx::registers_take<kSmall ? 216 : 232>();
+    if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
     const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other
@@ -246,7 +215,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 pipeline.wait(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                if (copies_rows) ptx::fence_async_shared();  // what threads copied, for wgmma
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
@@ -271,7 +239,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
-                if (copies_rows) ptx::fence_async_shared();
                 if constexpr (kLeftInRegisters)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };

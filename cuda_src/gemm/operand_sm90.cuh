@@ -30,49 +30,27 @@ struct TypedOperands {
     static constexpr u32 kABytes = kRows * kTileRow, kBBytes = COLS * kTileRow, kStageBytes = kABytes + kBBytes;
     static constexpr u32 kAtom = 64 * kTileRow;
 
-    // Called by one thread: loads depth k of a's part of a tile.
-    RTK_DEVICE static void fetch_a(const ptx::TensorMap& a, ptx::SharedAddress stage, ptx::SharedAddress full, i32 k, i32 row,
-                                   i32 group) {
+    // Called by one thread: loads depth k of a tile. `apart`: b's second half begins this many rows after its first one
+    // (0: adjacent).
+    RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& b, ptx::SharedAddress stage,
+                                 ptx::SharedAddress full, i32 k, i32 row, i32 group_a, i32 n, i32 group_b, i32 apart) {
         if constexpr (ACROSS_A) {
 #pragma unroll
-            for (int i = 0; i < kRows / 64; ++i) ptx::tma_load_3d(stage + i * kAtom, a, full, row + 64 * i, k, group);
+            for (int i = 0; i < kRows / 64; ++i)
+                ptx::tma_load_3d(stage + i * kAtom, a, full, row + 64 * i, k, group_a);
         } else {
-            ptx::tma_load_3d(stage, a, full, k, row, group);
+            ptx::tma_load_3d(stage, a, full, k, row, group_a);
         }
-    }
-
-    // The same of b. `apart`: its second half begins this many rows after its first one (0: adjacent).
-    RTK_DEVICE static void fetch_b(const ptx::TensorMap& b, ptx::SharedAddress stage, ptx::SharedAddress full, i32 k, i32 n,
-                                   i32 group, i32 apart) {
         const ptx::SharedAddress to = stage + kABytes;
         if constexpr (ACROSS_B) {
 #pragma unroll
-            for (int i = 0; i < COLS / 64; ++i) ptx::tma_load_3d(to + i * kAtom, b, full, n + 64 * i, k, group);
+            for (int i = 0; i < COLS / 64; ++i)
+                ptx::tma_load_3d(to + i * kAtom, b, full, n + 64 * i, k, group_b);
         } else if (apart != 0) {  // boxes have half as many rows
-            ptx::tma_load_3d(to, b, full, k, n, group);
-            ptx::tma_load_3d(to + kBBytes / 2, b, full, k, n + apart, group);
+            ptx::tma_load_3d(to, b, full, k, n, group_b);
+            ptx::tma_load_3d(to + kBBytes / 2, b, full, k, n + apart, group_b);
         } else {
-            ptx::tma_load_3d(to, b, full, k, n, group);
-        }
-    }
-
-    RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& b, ptx::SharedAddress stage,
-                                 ptx::SharedAddress full, i32 k, i32 row, i32 group_a, i32 n, i32 group_b, i32 apart) {
-        fetch_a(a, stage, full, k, row, group_a);
-        fetch_b(b, stage, full, k, n, group_b, apart);
-    }
-
-    // Of b along k, 512 bytes of each row at a time, the next ones when a stretch begins: memory delivers rows in long
-    // stretches faster than the 128 bytes of a stage. Boxes have words, and the rows of a tile or half of them.
-    static constexpr i32 kStretch = 512 / sizeof(B);
-    template <bool APART>
-    RTK_DEVICE static void prefetch_b(const ptx::TensorMap& stretches, i32 k, const ProductTile& tile, i32 group, i32 apart) {
-        if (k % kStretch != 0) return;
-#pragma unroll 1
-        for (i32 at = k == 0 ? 0 : k + kStretch; at <= k + kStretch && at < tile.depth; at += kStretch) {
-            const i32 word = (tile.k + at) * static_cast<i32>(sizeof(B)) / 4;
-            ptx::tma_prefetch_3d(stretches, word, tile.n, group);
-            if (APART) ptx::tma_prefetch_3d(stretches, word, tile.n + apart, group);
+            ptx::tma_load_3d(to, b, full, k, n, group_b);
         }
     }
 

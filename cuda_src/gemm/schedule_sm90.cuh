@@ -96,21 +96,6 @@ struct ProductTiles {
     }
 };
 
-// The same tiles without groups, in fewer registers.
-template <int ROWS, int COLS>
-struct DenseTiles {
-    u32 rows, columns, band;
-    i32 depth;
-
-    RTK_DEVICE ProductTile find(u32 index) const {
-        const u32 tiles_m = (rows + (ROWS - 1)) / ROWS, tiles_n = (columns + (COLS - 1)) / COLS;
-        const u32 in_band = index / (band * tiles_n) * band, height = min(tiles_m - in_band, band);
-        const u32 rest = index - in_band * tiles_n, n = rest / height, m = in_band + rest - n * height;
-        const int existing = static_cast<int>(min(rows - m * ROWS, static_cast<u32>(ROWS)));
-        return {static_cast<i32>(m * ROWS), static_cast<i32>(n * COLS), existing, 0, 0, depth};
-    }
-};
-
 // What a block computes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the k blocks of
 // the remaining tiles, if the number of tiles is no multiple of the grid and it is one of the first `sharing` blocks.
 // Several blocks may then share a tile: the one that owns its first k block reaches it last, adds the others' sums in

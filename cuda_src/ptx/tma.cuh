@@ -50,13 +50,6 @@ RTK_DEVICE void tma_load_3d(SharedAddress to, const TensorMap& map, SharedAddres
         : "memory");
 }
 
-// Prefetches a box into L2.
-RTK_DEVICE void tma_prefetch_3d(const TensorMap& map, i32 first, i32 second, i32 third) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(first), "r"(second),
-                 "r"(third)
-                 : "memory");
-}
-
 // Stores from shared memory to the map's box at (column, row); elements outside of the tensor are skipped.
 RTK_DEVICE void tma_store_2d(const TensorMap& map, SharedAddress from, i32 column, i32 row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),

@@ -32,17 +32,11 @@ def codes(token: str, *shape: int, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, device=device).to(DTYPES[token])
 
 
-def operand(
-    token: str, rows: int, k: int, *, across: bool = False, groups: int = 0, halves: bool = False, device: str = "cpu"
-) -> Tensor:
-    """Return [rows, k] or [groups, rows, k]; rows of its memory (of k with `across`) are multiples of 16 bytes.
-
-    With `halves`, they are multiples of 8 bytes and not of 16.
-    """
+def operand(token: str, rows: int, k: int, *, across: bool = False, groups: int = 0, device: str = "cpu") -> Tensor:
+    """Return [rows, k] or [groups, rows, k]; rows of its memory (of k with `across`) are multiples of 16 bytes."""
     each = 16 // DTYPES[token].itemsize
     outer, inner = (k, rows) if across else (rows, k)
-    pitch = -(-(inner + each // 2) // each) * each - each // 2 if halves else -(-inner // each) * each
-    whole = codes(token, *([groups] if groups else []), outer, pitch, device=device)
+    whole = codes(token, *([groups] if groups else []), outer, -(-inner // each) * each, device=device)
     view = whole[..., :inner]
     return view.transpose(-1, -2) if across else view
 
@@ -53,8 +47,7 @@ def matrix(tensor: Tensor, *, across: bool = False) -> Matrix:
     pitch = strides[-1] if across else strides[-2]
     group = strides[0] if tensor.dim() == 3 else 0
     aligned = pitch % each == 0 and group % each == 0 and tensor.data_ptr() % 16 == 0
-    halves = not aligned and 2 * pitch % each == 0 and tensor.dim() == 2 and tensor.data_ptr() % 8 == 0
-    return Matrix(TOKENS[tensor.dtype], pitch, across, aligned, group, halves)
+    return Matrix(TOKENS[tensor.dtype], pitch, across, aligned, group)
 
 
 def scales_of(tensor: Tensor | None, rows: int, depth: int) -> Scales | None:
@@ -123,17 +116,16 @@ def dense(
     across: tuple[bool, bool] = (False, False), scale_a: tuple[int, int] | None = None,
     scale_b: tuple[int, int] | None = None, contiguous: str = "rows", sums: str = "fp32", bias: str | None = None,
     add: str | None = None, act: str | None = None, accumulate: bool = False, slack: float = 2.0**-15,
-    narrow: int = 0, gate: str | None = None, quantized: str | None = None, halves: str = "", **options: Any,
+    narrow: int = 0, gate: str | None = None, quantized: str | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
-    `narrow` is how many more columns the memory of the result has, which must stay unchanged. `halves`: operands with
-    rows of multiples of 8 bytes only.
+    `narrow` is how many more columns the memory of the result has, which must stay unchanged.
     """
     b = b or a
-    left = operand(a, m, k, across=across[0], halves="a" in halves, device=device)
+    left = operand(a, m, k, across=across[0], device=device)
     b_rows = 2 * n if gate else n
-    right = operand(b, b_rows, k, across=across[1], halves="b" in halves, device=device)
+    right = operand(b, b_rows, k, across=across[1], device=device)
     tensors = {"a": left, "b": right}
 
     def scales(name: str, covers: tuple[int, int] | None, rows: int) -> Tensor | None:

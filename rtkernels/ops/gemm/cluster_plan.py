@@ -49,7 +49,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"{p.m} rows of a; {rows} at the highest"
     if p.quantized is not None:
         return "no quantised results"
-    if p.sums != "fp32":
+    if p.sums not in ("fp32", "fast"):  # no sums are less exact than those
         return f"no sums of kind {p.sums!r}"
     if p.a.token != p.b.token or p.a.token not in (*FLOAT16, "e4m3"):
         return f"no {p.a.token} and {p.b.token} operands"

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from rtkernels.ops.gemm import sm90_plan
+from rtkernels.ops.gemm import skinny_plan, sm90_plan
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
-from rtkernels.ops.gemm.sm90_plan import is_copied
 from rtkernels.ops.shared.backend import Backend, Backends, Choice, in_words
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -27,7 +26,9 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps
 # Bytes of operands from which a copy takes less time than what it saves. A kernel that reads single elements loses more
 # than the launch of the copy costs as soon as operands fill a few tiles.
 _MIN_BYTES = 64 << 10
+_HALVES_ROWS = 16  # of a, up to which vectors are loaded in halves
 _THREADS = 256
+_EACH = 4  # vectors of a thread
 _VECTOR = 16
 _SECTOR = 32
 _LINE = 128  # multiples at which rows of copies begin
@@ -43,7 +44,7 @@ PAD = Kernel(
         for x in "ab"
     )
     + " first_blocks:i64",
-    variants=[(_THREADS,)], max_registers=40,
+    variants=[(_THREADS,)], max_registers=64,
 )  # fmt: skip
 KERNELS = (PAD,)
 
@@ -63,10 +64,11 @@ def _bytes(p: Product, name: str) -> int:
 
 
 def _needed(p: Product, info: DeviceInfo) -> list[str]:
-    """Return the operands that must be copied."""
-    copies = "wgmma" in info.target.features
-    matrices = {name: getattr(p, name) for name in ("a", "b")}
-    return [name for name, matrix in matrices.items() if not (matrix.aligned or (copies and is_copied(p, matrix)))]
+    """Return the operands that must be copied; none if `skinny` loads them in halves of vectors."""
+    names = [name for name in ("a", "b") if not getattr(p, name).aligned]
+    if p.m <= _HALVES_ROWS and all(getattr(p, name).halves for name in names):
+        return names if skinny_plan.unsupported(p, info.target) else []
+    return names
 
 
 def _begin_in_sectors(p: Product) -> list[str]:
@@ -85,10 +87,7 @@ def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
         copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
         return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
 
-    choices = [(name,) for name in names]
-    if any(is_copied(p, getattr(p, name)) for name in names):  # else both copies at once gained nothing
-        choices.append(tuple(names))
-    best = min(choices, key=cycles)
+    best = min(((name,) for name in names), key=cycles)  # both copies at once gained nothing
     return best if cycles(best) < _GAIN * cycles(()) else ()
 
 
@@ -178,7 +177,7 @@ def _after_copies(p: Product, device: int, names: list[str], inner: Steps) -> St
         row_bytes, pitch, group_pitch = (int(n * size) for n in (cols, matrix.pitch, matrix.group_pitch))
         vectors = int(_pitch(matrix, cols) * size) // _VECTOR
         numbers += [rows, row_bytes, pitch, group_pitch if count > 1 else 0, vectors, count * rows]
-        blocks[name] = -(-count * rows * vectors // _THREADS)
+        blocks[name] = -(-count * rows * vectors // (_EACH * _THREADS))
         scratch[f"padded_{name}"] = Memory((count * rows, vectors * _VECTOR), torch.uint8)
     launch = PAD.bind((_THREADS,), device, blocks["a"] + blocks["b"], _THREADS, overlap=True)
     tensors = [x for name in ("a", "b") for x in ((name, f"padded_{name}") if name in names else (0, 0))]

@@ -77,7 +77,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"{p.m} rows of a; {MAX_ROWS} at the highest"
     if p.quantized is not None:
         return "no quantised results"
-    if p.sums in ("fp16", "fast"):
+    if p.sums == "fp16":
         return f"no sums of kind {p.sums!r}"
     if p.b.token not in _CODES:
         return f"no weights of type {p.b.token}"

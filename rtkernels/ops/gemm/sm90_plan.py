@@ -96,7 +96,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"wgmma has no product of {p.a.token} and {p.b.token}"
     if p.a.token not in FLOAT16 and (p.a.across or p.b.across):
         return f"wgmma reads {p.a.token} operands along k only"
-    if not all(matrix.aligned or is_copied(p, matrix) for matrix in (p.a, p.b)):
+    if not (p.a.aligned and p.b.aligned):
         return "TMA needs operands whose address and rows are multiples of 16 bytes"
     if p.k == 0:
         return "there is nothing to add up"
@@ -111,12 +111,6 @@ def unsupported(product: Product, target: Target) -> str | None:
     if p.act not in _ACTS or p.gate not in _ACTS:
         return f"activations are {', '.join(map(str, _ACTS))}"
     return _unsupported_scales(p) or _unsupported_groups(p) or _unsupported_finish(p)
-
-
-def is_copied(p: Product, matrix: Matrix) -> bool:
-    """Return True if threads can copy an operand whose rows are multiples of 8 bytes, which TMA cannot load."""
-    plain = _finish(p) == PLAIN and p.groups is None and _loop_scales(p) != COLUMN_SCALES
-    return matrix.halves and BYTES[matrix.token] == 1 and plain
 
 
 def _finish(p: Product) -> int:
@@ -202,12 +196,6 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
     return Boxes(name, _token(matrix), sizes, strides, box)
 
 
-def _stretches(b: Boxes, size: int) -> Boxes:
-    """Boxes of as many rows of b with 512 bytes of k, in words, for L2."""
-    sizes = (max(b.sizes[0] * size // 4, 1), *b.sizes[1:])
-    return b._replace(token="fp32", sizes=sizes, box=(128, *b.box[1:]), swizzle=False)
-
-
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
     """Return boxes with a scale per row of the tile, or None if TMA cannot read these scales."""
     if not _in_loop(scales, k) or scales.rows != 1 or scales.row_pitch != 1 or not scales.aligned:
@@ -229,7 +217,7 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
 
 def steps(
     product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
-    sharing: int | None = None, grid: int = 0, overlap: bool = False, prefetch: bool | None = None,
+    sharing: int | None = None, grid: int = 0, overlap: bool = False,
 ) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
 
@@ -241,7 +229,6 @@ def steps(
         sharing: How many blocks share tiles along k, 0 for none, instead of what ``tile_choice`` says.
         grid: All blocks, if more than those that share (``Choice``).
         overlap: The launch may begin before the previous kernel ends, which is ours and lets it.
-        prefetch: Whether L2 gets long stretches of b ahead of their loads, instead of what ``tile_choice`` says.
     """
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
@@ -255,18 +242,17 @@ def steps(
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]), grid)
     grid = (grid or sharing) if sharing else max(min(sms, tiles), 1)
-    prefetch = _prefetches(p) if prefetch is None else prefetch
     launch = GEMM.bind(
         variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0,
         overlap=overlap and not sharing,
     )  # fmt: skip
-    arguments = _arguments(p, tile, scales, names or {}, sharing, prefetch)
+    arguments = _arguments(p, tile, scales, names or {}, sharing)
     if sharing:
         return Steps(
             Step(launch, *arguments),
             scratch={"shared_sums": Memory((grid, tile.rows, tile.cols), torch.float32)},
             zeros={"arrived": grid * tile.consumers},
-            if_not_resident=lambda: steps(p, device, tile=tile, names=names, sharing=0, prefetch=prefetch),
+            if_not_resident=lambda: steps(p, device, tile=tile, names=names, sharing=0),
         )
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
@@ -297,20 +283,15 @@ def _b_rows(p: Product) -> int:
 
 
 def _arguments(
-    p: Product, tile: Tile, scales: int, names: Mapping[str, str], sharing: int = 0, prefetch: bool = False
+    p: Product, tile: Tile, scales: int, names: Mapping[str, str], sharing: int = 0
 ) -> list[str | int | Boxes | Offset]:
     """Return the arguments of the kernel, in its order."""
     g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
     groups_a = count if g and g.kind == "masked" else 1
     groups_b = count if g and g.kind != "depth" else 1
     groups_out = count if g and g.kind in ("masked", "depth") else 1
-    copied = is_copied(p, p.a), is_copied(p, p.b)  # their maps are not used, and none has such rows
-    a_map_rows, b_map_rows = (1 if c else rows for c, rows in zip(copied, (p.m, _b_rows(p)), strict=True))
-    b_box_rows = tile.cols // 2 if finish == GATED else tile.cols
-    a = _operand(names.get("a", "a"), p.a, a_map_rows, p.k, groups_a, tile.rows)
-    b = _operand(names.get("b", "b"), p.b, b_map_rows, p.k, groups_b, b_box_rows)
-    prefetch = prefetch and not (copied[1] or p.b.across or scales == COLUMN_SCALES)
-    stretches = _stretches(b, int(BYTES[p.b.token])) if prefetch else None
+    a = _operand(names.get("a", "a"), p.a, p.m, p.k, groups_a, tile.rows)
+    b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
     out_bytes = int(BYTES[p.out.token])
     adds = p.accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
     by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
@@ -332,20 +313,16 @@ def _arguments(
         | p.accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
         | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
-        | copied[0] << 26 | copied[1] << 27 | (stretches is not None) << 28
     )  # fmt: skip
     *a_pitches, a_rows, a_shift = _scale_arguments(p.scale_a, p.k)
     *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
     if g and g.kind == "masked" and p.scale_a is not None and a_pitches[2] == 0 and a_rows == 1:
         a_pitches[2] = p.m * a_pitches[0]
-    addresses = _cuts(g)
-    if any(copied):
-        addresses, a_pitches[2], b_pitches[2] = (a.name, b.name), p.a.pitch, p.b.pitch
     return [
-        a, b, out, a_scales or a, b_scales or stretches or a,
+        a, b, out, a_scales or a, b_scales or a,
         names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
         "add" if p.add else 0,
-        "out", "out_scale" if p.quantized else 0, *addresses, *(("shared_sums", "arrived") if sharing else (0, 0)),
+        "out", "out_scale" if p.quantized else 0, *_cuts(g), *(("shared_sums", "arrived") if sharing else (0, 0)),
         p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | (count or sharing) << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
@@ -359,11 +336,6 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
     if g.kind == "labels":
         return "spans", Offset("spans", 4 * g.count)
     return 0, "sizes" if g.kind == "masked" else "ends"
-
-
-def _prefetches(p: Product) -> bool:
-    """Return True if L2 is to get long stretches of b."""
-    return False
 
 
 def _size_of(p: Product) -> Size:
@@ -384,8 +356,6 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
         return Choice(only or choose_grouped(m, n, scales, finish, sms, tiles))
     if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
         tiles = [tile for tile in tiles if tile not in BETWEEN]
-    if is_copied(p, p.a) or is_copied(p, p.b):
-        tiles = [tile for tile in tiles if tile.cols == SMALL.cols]
     if only is not None:
         tiles = [only]
     return choose(_size_of(p), scales, finish, sms, tiles, (LARGE,) if p.a.across and p.b.across else ())

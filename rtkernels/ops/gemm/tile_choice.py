@@ -99,7 +99,7 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {8: 2.4, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
+_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
@@ -129,7 +129,8 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     """Return how long a dense product takes, as far as tiles decide it."""
     tile, sharing, grid = choice
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
-    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms)) * (_PINGPONG if tile.waves > 1 else 1.0)
+    busy = min(1.0, (grid or sharing or tiles) / sms)
+    step = _step(tile, size, scales, busy) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
     memory = (size.m + size.n) * size.k_bytes / _BYTES
     if not sharing:

@@ -21,7 +21,6 @@ RTK_DEVICE void emulated_store(const TensorMap& map, SharedAddress from, const i
 }
 
 RTK_DEVICE void tma_prefetch_map(const TensorMap&) {}
-RTK_DEVICE void tma_prefetch_3d(const TensorMap&, i32, i32, i32) {}
 RTK_DEVICE void tma_load_2d(SharedAddress to, const TensorMap& map, SharedAddress barrier, i32 column, i32 row) {
     const int at[] = {column, row};
     emulated_load(to, map, barrier, at);
