@@ -103,7 +103,7 @@ _ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the mul
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
-_BYTES = 2300  # that memory delivers in a cycle
+_BYTES = 1750  # that memory delivers in a cycle
 _PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
@@ -132,7 +132,7 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     busy = min(1.0, (grid or sharing or tiles) / sms)
     step = _step(tile, size, scales, busy) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
-    memory = (size.m + size.n) * size.k_bytes / _BYTES
+    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / _BYTES
     if not sharing:
         each = steps * step
         rounds = -(-tiles // sms)
@@ -146,8 +146,8 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     passed: float = _UNEVEN
     if sharing % rest == 0:
         passed = sharing // rest * (_PART[0] + 4 * tile.rows * tile.cols / _PART[1])
-    work = whole * (steps * step + epilogue) + own * step + epilogue + passed
-    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work
+    work = whole * (steps * step + epilogue) + own * step + epilogue
+    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work + passed
 
 
 def sharing_limit(sharing: int, tiles: int, k_bytes: int, grid: int = 0) -> int:

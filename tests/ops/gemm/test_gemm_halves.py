@@ -1,4 +1,4 @@
-"""Operands of 8 bits with rows that are multiples of 8 bytes and not of 16: few rows of them are loaded without a copy."""
+"""Operands of 8 bits with rows of multiples of 8 bytes and not of 16: few rows of them are loaded without a copy."""
 
 from __future__ import annotations
 
