@@ -28,7 +28,6 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps
 _MIN_BYTES = 64 << 10
 _HALVES_ROWS = 16  # of a, up to which vectors are loaded in halves
 _THREADS = 256
-_EACH = 4  # vectors of a thread
 _VECTOR = 16
 _SECTOR = 32
 _LINE = 128  # multiples at which rows of copies begin
@@ -44,7 +43,7 @@ PAD = Kernel(
         for x in "ab"
     )
     + " first_blocks:i64",
-    variants=[(_THREADS,)], max_registers=64,
+    variants=[(_THREADS,)], max_registers=40,
 )  # fmt: skip
 KERNELS = (PAD,)
 
@@ -177,7 +176,7 @@ def _after_copies(p: Product, device: int, names: list[str], inner: Steps) -> St
         row_bytes, pitch, group_pitch = (int(n * size) for n in (cols, matrix.pitch, matrix.group_pitch))
         vectors = int(_pitch(matrix, cols) * size) // _VECTOR
         numbers += [rows, row_bytes, pitch, group_pitch if count > 1 else 0, vectors, count * rows]
-        blocks[name] = -(-count * rows * vectors // (_EACH * _THREADS))
+        blocks[name] = -(-count * rows * vectors // _THREADS)
         scratch[f"padded_{name}"] = Memory((count * rows, vectors * _VECTOR), torch.uint8)
     launch = PAD.bind((_THREADS,), device, blocks["a"] + blocks["b"], _THREADS, overlap=True)
     tensors = [x for name in ("a", "b") for x in ((name, f"padded_{name}") if name in names else (0, 0))]

@@ -49,6 +49,7 @@ _REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and ga
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GROUPS = {"rows": 1, "labels": 1, "masked": 2, "depth": 3}
 _BAND_ROWS = 2048  # rows of tiles that blocks walk together
+_GATED_ROWS = 128  # up to which small tiles of gated products are faster (H200)
 
 
 def _variants() -> Iterator[tuple[str | int | bool, ...]]:
@@ -348,7 +349,7 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
-    if p.quantized is not None:  # scales cover 128 columns of a tile
+    if p.quantized is not None or (finish == GATED and m > _GATED_ROWS):  # scales cover 128 columns of a tile
         tiles = [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
