@@ -38,7 +38,9 @@ _MISTRAL_LIKE = {
     **_LLAMA_LIKE, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "sliding_window": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
-_OLMO_LIKE = {**_LLAMA_LIKE, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "head_dim": 128}
+_OLMO_LIKE = {
+    **_LLAMA_LIKE, "hidden_size": 4096, "intermediate_size": 11008, "num_key_value_heads": 32, "head_dim": 128,
+}  # fmt: skip
 _GPT_OSS_LIKE = {
     "num_hidden_layers": 4, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 128,

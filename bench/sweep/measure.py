@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bench import meta, peers
+from bench.measure import peak
 from bench.measure.run import DIFFERS, DeviceLost, _say, tensors
 from bench.measure.timing import Call, Timer, TimingError
 from bench.sweep import families, statistics
@@ -100,6 +101,7 @@ class Sweep:
         self.timer, self.device, self.seed, self.wanted, self.budget, self.mark = (
             timer, device, seed, wanted, budget, mark,
         )  # fmt: skip
+        self._peak: dict[str, Any] | None = None
 
     def alive(self) -> None:
         """Raise DeviceLost if the device no longer answers."""
@@ -168,7 +170,18 @@ class Sweep:
             passes.append(self.timer.measure([ours], samples))
         both = passes[0] + passes[1]
         found = {"us": both.us, "passes_us": [one.us for one in passes], "peers": times, "error": error}
-        return found | ({"waiting": waiting} if waiting else {})
+        return found | self._of_peak(drawn, inputs, both.us) | ({"waiting": waiting} if waiting else {})
+
+    def _of_peak(self, drawn: families.Draw, inputs: dict[str, Any], us: float) -> dict[str, Any]:
+        """Return the rate of a product over the peak of the tensor cores, which is measured before the first one."""
+        if not drawn.row.flops:
+            return {}
+        if self._peak is None:
+            self._peak = peak.try_measure(self.timer)
+        x = inputs.get("x", next(iter(tensors(inputs)), None))
+        found = {"dtype": str(x.dtype).removeprefix("torch."), "tflops": drawn.row.flops / us / 1e6}
+        share = peak.share(found, self._peak)
+        return found | ({} if share is None else {"of_peak": share})
 
     def _time(self, call: Call, samples: int, name: str, waiting: list[str]) -> float:
         try:

@@ -58,7 +58,7 @@ def of_family(draws: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _line(draw: dict[str, Any], value: float) -> dict[str, Any]:
     name, us = best_peer(draw)
-    keys = ("index", "row", "shape", "us")
+    keys = ("index", "row", "shape", "us", *(key for key in ("of_peak",) if key in draw))
     return {"ratio": value, **{key: draw[key] for key in keys}, "peer": name, "peer_us": us}
 
 
@@ -104,7 +104,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", f"{family}, worst of best peer / ours:"]
         lines += [
             f"- {w['ratio']:.2f}: {w['row']} {w['shape']}: {w['us']:.1f} µs, {w['peer']} {w['peer_us']:.1f} "
-            f"(draw {w['index']})"
+            + (f"({w['of_peak']:.2f} of the tensor cores' peak, " if "of_peak" in w else "(")
+            + f"draw {w['index']})"
             for w in numbers.get("worst", ())
         ]
     failed = [draw for draw in result["draws"] if "failed" in draw]

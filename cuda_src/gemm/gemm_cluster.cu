@@ -24,7 +24,7 @@ namespace rtk {
 inline constexpr int kClusterWarps = 8;
 inline constexpr int kClusterRows = 32;   // weight rows of a tile
 inline constexpr int kClusterPitch = 36;  // sums from row to row in shared memory
-inline constexpr i64 kGatedProduct = 1, kAccumulate = 2;  // flags
+inline constexpr i64 kGatedProduct = 1, kAccumulate = 2, kHalfVectors = 4;  // flags; the last: rows are multiples of 8 bytes
 
 // `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).
 template <typename T, int TOKENS>
@@ -65,6 +65,13 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < 2 * TOKENS; ++i) rows_a[i] = a + min(8 * i + g, tokens - 1) * a_pitch;
 
+    const bool halves = sizeof(T) == 1 && flags & kHalfVectors;
+    auto in_halves = [&](const u8* p, i64 at) {
+        const uint2 first = *reinterpret_cast<const uint2*>(p);
+        uint2 second = make_uint2(0u, 0u);
+        if (at + 8 < k_bytes) second = *reinterpret_cast<const uint2*>(p + 8);
+        return Raw<16>{{first.x, first.y, second.x, second.y}};
+    };
     float total[TOKENS][kTiles][4];
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i)
@@ -83,7 +90,7 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
 #pragma unroll
             for (int j = 0; j < kTiles; ++j) {
                 clear(of_b[s][j]);
-                if (exists) of_b[s][j] = ptx::ld_keep<16>(rows_b[j] + at);
+                if (exists) of_b[s][j] = halves ? in_halves(rows_b[j] + at, at) : ptx::ld_keep<16>(rows_b[j] + at);
             }
         }
 #pragma unroll
@@ -98,8 +105,8 @@ __global__ void __launch_bounds__(kClusterWarps * 32, TOKENS == 1 ? 2 : 1)
                     clear(low), clear(high);
                     // No read-only loads: the previous kernel may have written a after this one started.
                     if (first + s + c < end && at < k_bytes) {
-                        low = plain_load(rows_a[2 * i] + at);
-                        high = plain_load(rows_a[2 * i + 1] + at);
+                        low = halves ? in_halves(rows_a[2 * i] + at, at) : plain_load(rows_a[2 * i] + at);
+                        high = halves ? in_halves(rows_a[2 * i + 1] + at, at) : plain_load(rows_a[2 * i + 1] + at);
                     }
 #pragma unroll
                     for (int j = 0; j < kTiles; ++j)

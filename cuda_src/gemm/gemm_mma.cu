@@ -20,67 +20,75 @@
 
 namespace rtk {
 
+struct MmaArguments {
+    const void *a, *b, *scale_a, *scale_b, *global_scale, *bias, *add;
+    void *out, *out_scale;
+    const void* bounds;
+    i64 m, n, k, a_pitch, b_pitch, out_pitch, add_pitch, a_group, b_group, out_group, add_group, scale_a_rows,
+        scale_a_depth, scale_a_row_pitch, scale_a_depth_pitch, scale_a_group, scale_b_rows, scale_b_depth,
+        scale_b_row_pitch, scale_b_depth_pitch, scale_b_group, out_scale_pitch, out_scale_group, sum_depth, k_align,
+        group_kind, group_count, stages, options;
+};
+
 template <typename A, typename B, typename Math, bool kBlockScales, int kLayout, int kTile>
 __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
-    gemm_mma(const void* a, const void* b, const void* scale_a, const void* scale_b, const void* global_scale,
-             const void* bias, const void* add, void* out, void* out_scale, const void* bounds, i64 m, i64 n, i64 k,
-             i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 a_group, i64 b_group, i64 out_group,
-             i64 add_group, i64 scale_a_rows, i64 scale_a_depth, i64 scale_a_row_pitch, i64 scale_a_depth_pitch,
-             i64 scale_a_group, i64 scale_b_rows, i64 scale_b_depth, i64 scale_b_row_pitch, i64 scale_b_depth_pitch,
-             i64 scale_b_group, i64 out_scale_pitch, i64 out_scale_group, i64 sum_depth, i64 k_align, i64 group_kind,
-             i64 group_count, i64 stages, i64 options) {
+    gemm_mma(const __grid_constant__ MmaArguments args) {
     using Shape = MmaShape<A, B, Math, kBlockScales, kLayout, kTile>;
     using OperandA = typename Shape::OperandA;
     using OperandB = typename Shape::OperandB;
     using Sums = typename Math::Sums;
     constexpr int kBlocksM = Shape::kWarpM / 16, kBlocksN = Shape::kWarpN / 8, kDepth = Shape::kDepth;
     extern __shared__ __align__(128) u8 memory[];
-    const auto option = [&](int place) { return static_cast<int>(options >> (4 * place)) & 15; };
+    const auto option = [&](int place) { return static_cast<int>(args.options >> (4 * place)) & 15; };
     ptx::launch_dependents();
     ptx::wait_for_previous();
 
     // Position of the tile.
     const int gate = option(9), kind_a = option(1), kind_b = option(2);
     const MmaTile tile =
-        mma_tile<Shape::kTileM, Shape::kTileN>(static_cast<const i32*>(bounds), static_cast<int>(group_kind),
-                                               static_cast<int>(group_count), m, gate ? 2 * n : n, k, memory);
+        mma_tile<Shape::kTileM, Shape::kTileN>(static_cast<const i32*>(args.bounds), static_cast<int>(args.group_kind),
+                                               static_cast<int>(args.group_count), args.m, gate ? 2 * args.n : args.n,
+                                               args.k, memory);
     if (tile.rows == 0) return;
     __shared__ MmaTile tile_for_later;  // dropped in between to save registers
     if (threadIdx.x == 0) tile_for_later = tile;
-    if (group_kind == kGroupRows || group_kind == kGroupSpans) __syncthreads();  // the table's memory is reused for stages
+    const bool has_table = args.group_kind == kGroupRows || args.group_kind == kGroupSpans;
+    if (has_table) __syncthreads();  // its memory is reused for stages
     const i64 group = tile.group, tile_columns = gate ? Shape::kTileN / 2 : Shape::kTileN, n0 = tile.n * tile_columns;
-    const i64 of_a = group * a_group, of_b = group * b_group;
-    const OperandA left{static_cast<const u8*>(a) + of_a * Shape::kBitsA / 8, a_pitch,
+    const i64 of_a = group * args.a_group, of_b = group * args.b_group;
+    const OperandA left{static_cast<const u8*>(args.a) + of_a * Shape::kBitsA / 8, args.a_pitch,
                         MmaRows{tile.row, tile.rows, 0}, (option(0) & 1) != 0, (option(0) & 4) != 0};
-    const OperandB right{static_cast<const u8*>(b) + of_b * Shape::kBitsB / 8, b_pitch,
-                         MmaRows{n0, static_cast<int>(min(n - n0, tile_columns)), gate ? n : 0}, (option(0) & 2) != 0,
-                         (option(0) & 8) != 0};
+    const OperandB right{static_cast<const u8*>(args.b) + of_b * Shape::kBitsB / 8, args.b_pitch,
+                         MmaRows{n0, static_cast<int>(min(args.n - n0, tile_columns)), gate ? args.n : 0},
+                         (option(0) & 2) != 0, (option(0) & 8) != 0};
     const auto scales = [&](i64 of_group, const void* data, i64 rows, i64 depth, i64 row_pitch, i64 depth_pitch, i64 pitch,
                             int given) {
         const int token = given & 3;
-        const i64 columns = depth == 0 ? 1 : static_cast<i64>(divided(static_cast<u32>(k - 1), depth)) + 1;
+        const i64 columns = depth == 0 ? 1 : static_cast<i64>(divided(static_cast<u32>(args.k - 1), depth)) + 1;
         return MmaScales{static_cast<const u8*>(data) + of_group * pitch * (token == kScaleFp32 ? 4 : 1),
                          row_pitch, depth_pitch, rows, depth, (columns + 3) / 4, token, (given & 4) != 0, (given & 8) != 0};
     };
     const auto scales_of_a = [&](i64 of_group) {
-        return scales(of_group, scale_a, scale_a_rows, scale_a_depth, scale_a_row_pitch, scale_a_depth_pitch, scale_a_group,
+        return scales(of_group, args.scale_a, args.scale_a_rows, args.scale_a_depth, args.scale_a_row_pitch,
+                      args.scale_a_depth_pitch, args.scale_a_group,
                       option(3));
     };
     const auto scales_of_b = [&](i64 of_group) {
-        return scales(of_group, scale_b, scale_b_rows, scale_b_depth, scale_b_row_pitch, scale_b_depth_pitch, scale_b_group,
+        return scales(of_group, args.scale_b, args.scale_b_rows, args.scale_b_depth, args.scale_b_row_pitch,
+                      args.scale_b_depth_pitch, args.scale_b_group,
                       option(4));
     };
     const MmaScales left_scales = scales_of_a(group), right_scales = scales_of_b(group);
     // Scales that span all of k are applied at the end.
     const bool scales_left = left_scales.token != kNoScale && left_scales.depth != 0;
     const bool scales_right = right_scales.token != kNoScale && right_scales.depth != 0;
-    const int stretches = kTile == 2 && sum_depth < kDepth ? kDepth / static_cast<int>(sum_depth) : 1;  // in a stage
-    const int k_begin = tile.k_first / static_cast<int>(k_align) * static_cast<int>(k_align);
+    const int stretches = kTile == 2 && args.sum_depth < kDepth ? kDepth / static_cast<int>(args.sum_depth) : 1;  // in a stage
+    const int k_begin = tile.k_first / static_cast<int>(args.k_align) * static_cast<int>(args.k_align);
     const int steps = (tile.k_last - k_begin + kDepth - 1) / kDepth;
 
     // The ring of stages.
     const ptx::SharedAddress base = ptx::shared_address(memory);
-    const int stage_count = static_cast<int>(stages);
+    const int stage_count = static_cast<int>(args.stages);
     const u8* from_a = left.start(k_begin);
     const u8* from_b = right.start(k_begin);
     const int scale_ring = stage_count * Shape::kStageBytes;  // of floats
@@ -108,11 +116,11 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
                 if constexpr (kBlockScales) {
                     fetch_scale_bytes<Shape::kScaleBytes>(to + Shape::kScaleAt + row * Shape::kScaleBytes, of, source,
                                                           divided(static_cast<u32>(k0), of.depth) & ~3u,
-                                                          divided(static_cast<u32>(k - 1), of.depth) + 1u);
+                                                          divided(static_cast<u32>(args.k - 1), of.depth) + 1u);
                 } else {
                     const ptx::SharedAddress at =
                         base + scale_ring + fetched % (stage_count + 1) * Shape::kScaleStage + row * 4;
-                    fetch_scale_floats(at, kRows * 4, of, source, k0, stretches, static_cast<int>(sum_depth), tile.k_last);
+                    fetch_scale_floats(at, kRows * 4, of, source, k0, stretches, static_cast<int>(args.sum_depth), tile.k_last);
                 }
             }
         }
@@ -220,7 +228,7 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     };
 
     const bool integers = option(5) == kTypeInt32;
-    int slot = 0, until = static_cast<int>(sum_depth);
+    int slot = 0, until = static_cast<int>(args.sum_depth);
     if (steps > 0) {
         wait_for_stage();
         load_b(0, memory, 0);
@@ -303,10 +311,10 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
             if (kTile == 2 || next == 0) {
                 until -= kTile == 2 ? Shape::kUnitDepth : kDepth;
                 if (!integers && (until <= 0 || (step + 1 == steps && next == 0))) {
-                    until = static_cast<int>(sum_depth);
-                    const int stretch = kTile == 2 ? unit * Shape::kUnitDepth / static_cast<int>(sum_depth) : 0;
+                    until = static_cast<int>(args.sum_depth);
+                    const int stretch = kTile == 2 ? unit * Shape::kUnitDepth / static_cast<int>(args.sum_depth) : 0;
                     // Stretches past the last k are zeros, which no scale may turn into NaN.
-                    if (k0 + stretch * static_cast<int>(sum_depth) < tile.k_last)
+                    if (k0 + stretch * static_cast<int>(args.sum_depth) < tile.k_last)
                         promote(reinterpret_cast<const float*>(memory + scale_ring +
                                                                step % (stage_count + 1) * Shape::kScaleStage) +
                                 stretch * (Shape::kTileM + Shape::kTileN));
@@ -357,14 +365,15 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
     const bool out_of_words = out_type == kTypeFp32 || out_type == kTypeInt32;
     const i64 out_bits = out_of_words ? 32 : out_type < kTypeFp32 ? 16 : out_type < kTypeE2m1 ? 8 : 4;
     const i64 add_bytes = option(7) == kTypeFp32 ? 4 : 2, scale_bytes = quantized == kQuantized16 ? 1 : 4;
-    MmaFinish finish{static_cast<u8*>(out) + done.group * out_group * out_bits / 8,
-                     static_cast<u8*>(out_scale) + done.group * out_scale_group * scale_bytes, bias,
-                     static_cast<const u8*>(add) + done.group * add_group * add_bytes,
-                     static_cast<const float*>(global_scale), scales_of_a(done.group), scales_of_b(done.group), out_pitch,
-                     add_pitch, n, out_scale_pitch, out_type, option(6), option(7), option(8), option(9), quantized,
+    MmaFinish finish{static_cast<u8*>(args.out) + done.group * args.out_group * out_bits / 8,
+                     static_cast<u8*>(args.out_scale) + done.group * args.out_scale_group * scale_bytes, args.bias,
+                     static_cast<const u8*>(args.add) + done.group * args.add_group * add_bytes,
+                     static_cast<const float*>(args.global_scale), scales_of_a(done.group), scales_of_b(done.group),
+                     args.out_pitch, args.add_pitch, args.n, args.out_scale_pitch, out_type, option(6), option(7), option(8),
+                     option(9), quantized,
                      option(11), option(12) != 0};
-    if (scale_a_depth != 0) finish.scale_a.token = kNoScale;
-    if (scale_b_depth != 0) finish.scale_b.token = kNoScale;
+    if (args.scale_a_depth != 0) finish.scale_a.token = kNoScale;
+    if (args.scale_b_depth != 0) finish.scale_b.token = kNoScale;
     const float factor = __uint_as_float(static_cast<u32>(127 - kExcess) << 23);
     finish.template run<Shape::kTileM, Shape::kTileN, Shape::kThreads>(staged, done.row, done.rows, done.n, factor);
 }

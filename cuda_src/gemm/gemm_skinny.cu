@@ -203,40 +203,49 @@ struct SkinnyWarp {
         }
     }
 };
+struct SkinnyArguments {
+    const u8 *a, *b, *scale_a, *scale_b;
+    const float* global_scale;
+    const void *bias, *add;
+    void* out;
+    i64 m, n, k, a_pitch, b_pitch, out_pitch, add_pitch, scale_a_row, scale_a_word, scale_b_row, scale_b_word,
+        scale_b_shift, shift_b, count_a, count_b, words_a, words_b, group_shift, period, global_step, flags, types,
+        row_shift_, part_rounds, chunk_shift, buffers;
+};
 
 // `flags`, from bit 0: a aligned, b aligned, words of scale_a aligned, of scale_b aligned, signed codes, integer sums,
-// gated, accumulate, (unused), scale_a by row, scale_b by row. `types`: four bits each for bias, add, out, activation,
-// activations of a, scales of b. Scales along k: `words` per row of a chunk (a) or unit (b), 0 if one scale serves all
-// of k, and their `count`. 2^row_shift warps of 32 rows; `part_rounds` units of each warp per block; chunks of
-// 2^chunk_shift of k in `buffers` buffers. The grid is the parts of k, which form a cluster, times tiles.
+// gated, accumulate, rows of b multiples of 8 bytes, scale_a by row, scale_b by row, rows of a multiples of 8 bytes.
+// `types`: four bits each for bias, add, out, activation, activations of a, scales of b. Scales along k: `words` per row
+// of a chunk (a) or unit (b), 0 if one scale serves all of k, and their `count`. 2^row_shift warps of 32 rows;
+// `part_rounds` units of each warp per block; chunks of 2^chunk_shift of k in `buffers` buffers. The grid is the parts of
+// k, which form a cluster, times tiles.
 template <typename Codes, typename Math, int TILES>
 __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
-    gemm_skinny(const u8* a, const u8* b, const u8* scale_a, const u8* scale_b, const float* global_scale, const void* bias,
-                const void* add, void* out, i64 m, i64 n, i64 k, i64 a_pitch, i64 b_pitch, i64 out_pitch, i64 add_pitch,
-                i64 scale_a_row, i64 scale_a_word, i64 scale_b_row, i64 scale_b_word, i64 scale_b_shift, i64 shift_b,
-                i64 count_a, i64 count_b, i64 words_a, i64 words_b, i64 group_shift, i64 period, i64 global_step, i64 flags,
-                i64 types, i64 row_shift_, i64 part_rounds, i64 chunk_shift, i64 buffers) {
+    gemm_skinny(const __grid_constant__ SkinnyArguments args) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float2 of_rows[kSkinnyMaxRows];
     using Warp = SkinnyWarp<Codes, Math, TILES>;
     using Product = typename Warp::Product;
-    auto flag = [&](int i) { return (flags >> i & 1) != 0; };
-    auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
-    const int kind = type(5), activations = type(4), row_shift = static_cast<int>(row_shift_);
+    auto flag = [&](int i) { return (args.flags >> i & 1) != 0; };
+    auto type = [&](int i) { return static_cast<int>(args.types >> (4 * i) & 15); };
+    const int kind = type(5), activations = type(4), row_shift = static_cast<int>(args.row_shift_);
     const bool integer = flag(5), gated = flag(6), converted = activations != kActivations16;
-    const SkinnyScale along_a = {scale_a, scale_a_row, scale_a_word, 0, 7, static_cast<int>(count_a), kScalesFp32,
-                                 static_cast<int>(words_a), flag(2)};
-    const SkinnyScale along_b = {scale_b, scale_b_row, scale_b_word, static_cast<int>(scale_b_shift),
-                                 static_cast<int>(shift_b), static_cast<int>(count_b), kind, static_cast<int>(words_b), flag(3)};
+    auto narrow = [](i64 number) { return static_cast<int>(number); };
+    const SkinnyScale along_a = {args.scale_a, args.scale_a_row, args.scale_a_word, 0, 7, narrow(args.count_a), kScalesFp32,
+                                 narrow(args.words_a), flag(2)};
+    const SkinnyScale along_b = {args.scale_b, args.scale_b_row, args.scale_b_word, narrow(args.scale_b_shift),
+                                 narrow(args.shift_b), narrow(args.count_b), kind, narrow(args.words_b), flag(3)};
     const int tile_rows = kSkinnyUnitRows << row_shift;
-    const Product product = {a, b, static_cast<int>(a_pitch), static_cast<int>(b_pitch), static_cast<int>(n), static_cast<int>(m), static_cast<int>(k), activations,
-                             converted ? (activations >= kActivationsInt4 ? 2 : 3) : 4, static_cast<int>(chunk_shift), tile_rows,
-                             flag(0), flag(1), gated, along_a, along_b};
+    const Product product = {args.a, args.b, narrow(args.a_pitch), narrow(args.b_pitch), narrow(args.n), narrow(args.m),
+                             narrow(args.k), activations, converted ? (activations >= kActivationsInt4 ? 2 : 3) : 4,
+                             narrow(args.chunk_shift), tile_rows,
+                             flag(0), flag(1), flag(11), flag(8), gated, along_a, along_b};
     const SkinnyResult result = {
-        global_scale, words_a == 0 ? reinterpret_cast<const float*>(scale_a) : nullptr,
-        words_b == 0 ? reinterpret_cast<const float*>(scale_b) : nullptr, flag(9) ? scale_a_row >> 2 : 0,
-        flag(10) ? scale_b_row >> 2 : 0, bias, n, Warp::Weights::kFactor, static_cast<int>(global_step), type(0), integer,
-        {add, out, out_pitch, add_pitch, type(1), type(2), type(3), flag(7), gated}};
+        args.global_scale, args.words_a == 0 ? reinterpret_cast<const float*>(args.scale_a) : nullptr,
+        args.words_b == 0 ? reinterpret_cast<const float*>(args.scale_b) : nullptr, flag(9) ? args.scale_a_row >> 2 : 0,
+        flag(10) ? args.scale_b_row >> 2 : 0, args.bias, args.n, Warp::Weights::kFactor, narrow(args.global_step), type(0),
+        integer,
+        {args.add, args.out, args.out_pitch, args.add_pitch, type(1), type(2), type(3), flag(7), gated}};
     const CodeOptions options = {flag(4)};
 
     // Warps along k take units round-robin; blocks get whole rounds of them.
@@ -244,13 +253,13 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
     const int tile = static_cast<int>(blockIdx.y);
     const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32), along_k = warps >> row_shift;
     const int warp_k = warp >> row_shift, rows = (warp & (1 << row_shift) - 1) * kSkinnyUnitRows;
-    const int units = product.units(), first_unit = static_cast<int>(rank * part_rounds) * along_k;
-    const int end_unit = min(units, first_unit + static_cast<int>(part_rounds) * along_k);
-    const int chunk_units = (1 << chunk_shift) / Product::kDepth;
+    const int units = product.units(), first_unit = static_cast<int>(rank * args.part_rounds) * along_k;
+    const int end_unit = min(units, first_unit + static_cast<int>(args.part_rounds) * along_k);
+    const int chunk_units = (1 << args.chunk_shift) / Product::kDepth;
 
     const int slot_bytes = product.slot_bytes(), buffer_bytes = product.buffer_bytes();
     const int ring = warp * kSkinnyRing * slot_bytes, chunks = warps * kSkinnyRing * slot_bytes;
-    const int ready = chunks + static_cast<int>(buffers) * buffer_bytes;
+    const int ready = chunks + static_cast<int>(args.buffers) * buffer_bytes;
 
     Warp own;
     own.lane = static_cast<int>(threadIdx.x % 32);
@@ -265,7 +274,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
             if (fetch_in_chunk == 0) {
                 product.fetch_chunk(memory, chunks + fetch_buffer * buffer_bytes, fetch_unit * Product::kDepth);
                 fetch_in_chunk = chunk_units;
-                if (++fetch_buffer == static_cast<int>(buffers)) fetch_buffer = 0;
+                if (++fetch_buffer == static_cast<int>(args.buffers)) fetch_buffer = 0;
             }
             fetch_in_chunk -= along_k;
             fetch_unit += along_k;
@@ -276,10 +285,11 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
 #pragma unroll 1
     for (int i = 0; i < kSkinnyRing - 1; ++i) fetch();
 
-    own.tiles = static_cast<int>((m + 7) / 8);
+    own.tiles = static_cast<int>((args.m + 7) / 8);
     own.folded = (kind & 3) == kScalesUe4m3;
     own.clear();
-    const int steps_together = integer || words_a != 0 || (words_b != 0 && !own.folded) ? static_cast<int>(period) : 0;
+    const bool by_periods = integer || args.words_a != 0 || (args.words_b != 0 && !own.folded);
+    const int steps_together = by_periods ? narrow(args.period) : 0;
     const bool has_terms = static_cast<int>(threadIdx.x) < tile_rows;
     typename SkinnyResult::OfRow terms = {};
     if (has_terms) terms = result.of_row(product.weight_row(tile, static_cast<int>(threadIdx.x)));
@@ -291,7 +301,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
         const bool begins = in_chunk == 0;
         if (begins) {
             __syncthreads();
-            if (++buffer == static_cast<int>(buffers)) buffer = 0;
+            if (++buffer == static_cast<int>(args.buffers)) buffer = 0;
         } else {
             __syncwarp();
         }
@@ -313,7 +323,7 @@ __global__ void __launch_bounds__(TILES <= 2 ? 512 : 256, 1)
         if (unit >= units) continue;
         const int first_group = along_b.is_fp32() ? 0 : unit * Product::kDepth >> along_b.shift & 3;
         own.work(product, options, weights, now + 2 * at, of_tokens + (at >> 7) * Product::kTokens, first_group,
-                 static_cast<int>(group_shift), steps_together, integer);
+                 static_cast<int>(args.group_shift), steps_together, integer);
     }
 
     // Sums of warps; those along k are added.

@@ -31,6 +31,12 @@ __device__ __noinline__ void skinny_copy(u8* to, const u8* from, int bytes, int 
     for (int i = 0; i < size; ++i) to[i] = i < bytes ? from[i] : 0;
 }
 
+// 16 bytes of rows that are multiples of 8 bytes only.
+RTK_DEVICE void skinny_copy_halves(ptx::SharedAddress to, const u8* from, int bytes) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 8) ptx::cp_async_8_partial(to + i, from + i, min(max(bytes - i, 0), 8));
+}
+
 // Scales that vary along k.
 struct SkinnyScale {
     const u8* data;
@@ -79,7 +85,7 @@ struct SkinnyProduct {
     int bits_shift;   // 2^bits_shift bits of an activation
     int chunk_shift;  // 2^chunk_shift of k in a chunk
     int tile_rows;    // of weights, that a block has
-    bool a_aligned, b_aligned, gated;
+    bool a_aligned, b_aligned, a_halves, b_halves, gated;  // halves: to 8 bytes
     SkinnyScale scale_a, scale_b;
 
     RTK_DEVICE int units() const { return (k + kDepth - 1) / kDepth; }
@@ -128,6 +134,10 @@ struct SkinnyProduct {
             for (int i = 0; i < 4; ++i)
                 ptx::cp_async_16_stream(ptx::shared_address(memory) + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset,
                                         some);
+        } else if (b_halves) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                skinny_copy_halves(ptx::shared_address(memory) + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset, bytes);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) skinny_copy(memory + own + i * (8 * kSkinnyRowBytes), source.weights[i] + offset, bytes, 16);
@@ -149,6 +159,8 @@ struct SkinnyProduct {
             const u8* source = from + static_cast<i64>(token) * a_pitch + at;
             if (a_aligned) {
                 ptx::cp_async_16_partial(ptx::shared_address(memory) + own, source, min(max(bytes - at, 0), 16));
+            } else if (a_halves) {
+                skinny_copy_halves(ptx::shared_address(memory) + own, source, bytes - at);
             } else {
                 skinny_copy(memory + own, source, bytes - at, 16);
             }

@@ -8,7 +8,8 @@
 // TMA stores boxes of results while the next tile is multiplied.
 //
 // Where plain results leave SMs without a tile, blocks share tiles along k (TileShare): `shared_sums` holds the sums of
-// one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared.
+// one part of each block, `arrived` counts the parts that are complete. Both are null where no tile is shared. Without
+// groups, the upper half of `groups` says how many blocks share.
 //
 // Numerics: sums are fp32 in the tensor cores over all of k; for fp8 products these keep about 14 bits as they
 // accumulate. int32 sums are exact. With SCALES each 128 bytes of k are accumulated from zero, and the result, times
@@ -20,76 +21,15 @@
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
+#include "gemm/loop_scales_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
 
-inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
 inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
-
-// With scales in the loop, totals are fp32 whatever type the tensor cores accumulate.
-template <typename Sum, int SCALES>
-struct Totals {
-    using Type = float;
-};
-template <typename Sum>
-struct Totals<Sum, kNoScales> {
-    using Type = Sum;
-};
-
-// Scale (i, j) of an operand covers `rows` rows (0: all) and 64 << depth_shift of k.
-struct ScalePlace {
-    const float* scale;
-    i64 row_pitch, depth_pitch, group_pitch;
-    u32 rows, depth_shift;
-
-    // For scales in the loop; those of the epilogue cover one row, or all with a pitch of 0.
-    RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
-    RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
-        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
-    }
-    RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
-};
-
-// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them per
-// thread of two warps. Fewer than 2^32 scales.
-template <int ROWS, int COUNT>
-struct ScaleCopies {
-    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
-    static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
-    u32 at[kEach], exist = 0;
-
-    // `rows` of a's rows exist (0: copied elsewhere), and b's columns, `apart` from each other, up to `columns`.
-    RTK_DEVICE void place(const ScalePlace& a, const ScalePlace& b, const ProductTile& tile, int thread, int rows, i64 columns,
-                          int apart) {
-        exist = 0;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int item = thread + kThreads * i;
-            const bool of_a = kThreads * i < ROWS;
-            const i64 n = tile.n + static_cast<i64>(item - ROWS) * apart;
-            const bool exists = of_a ? item < rows : item < COUNT && n < columns;
-            at[i] = 0;
-            if (exists) at[i] = static_cast<u32>(of_a ? a.of_row(tile.row + item, tile.group) : b.of_row(n, tile.group));
-            exist |= static_cast<u32>(exists) << i;
-        }
-    }
-
-    // Start of the scales of this depth.
-    RTK_DEVICE void copy(ptx::SharedAddress to, const float* of_a, const float* of_b, int thread, bool rows_too,
-                         bool columns_too) const {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const bool is_a = kThreads * i < ROWS;
-            if ((is_a ? rows_too : columns_too) && thread + kThreads * i < COUNT)
-                ptx::cp_async_4_or_zero(to + 4 * (thread + kThreads * i), (is_a ? of_a : of_b) + at[i], exist >> i & 1u);
-        }
-    }
-};
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
           int SCALES, int FINISH>
@@ -117,8 +57,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
     constexpr bool kGated = FINISH == kGatedFinish;
-    // Two operands that lie across need more registers for their copies than the producer has left for a share.
-    constexpr bool kSplits = FINISH == kPlainFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
+    // Two operands that lie across need more registers for their copies than the producer has left for a share, and
+    // gated sums with scales more than consumers have.
+    constexpr bool kSharesFinish = FINISH == kPlainFinish || (FINISH == kGatedFinish && SCALES == kNoScales);
+    constexpr bool kSplits = kSharesFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
@@ -157,7 +99,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
     // Computed where a role begins: earlier, it would occupy registers that the producer does not have.
-    auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth)); };
+    auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
         if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
@@ -245,9 +187,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
-                const int column = tile.n + thread + 128 * (kGated ? 0 : i);
-                const bool exists = column < columns && thread + 128 * i < COLS;
-                const u32 n = static_cast<u32>(column) + (kGated && i == 1 ? static_cast<u32>(columns) : 0u);  // row of b
+                const int at = thread + 128 * i, column = tile.n + at % kOutCols;
+                const bool exists = column < columns && at < COLS;
+                const u32 n = static_cast<u32>(column) + (kGated && at >= kOutCols ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
                 ptx::ld_keep_if<4>(of_columns && exists, factor_bits[i], scale_b + of_b.of_single_row(n, tile.group));
                 ptx::ld_keep_if<4>(bias != nullptr && exists && flags.bias() == kFp32, bias_bits[i],
@@ -402,14 +344,15 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if constexpr (FINISH == kPlainFinish) {
             finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
         } else {
-            static_assert(WAVES == 1 && kOutCols % 128 == 0, "whole scales in a warpgroup's rows");
+            static_assert(WAVES == 1 && (kOutCols % 128 == 0 || (kGated && SCALES == kNoScales)), "scales cover 128 columns");
+            if (part_of(0).rows <= 0) continue;  // no barrier would follow before the next tile's columns are written
             const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
             ptx::named_barrier_sync(ring.barrier, 128);  // all columns are valid
-            float results[1][64];
+            float results[1][kOutCols < 128 ? kOutCols / 2 : 64];
             finish_in_registers<kGated, COLS, 0>(sums[0], row_factor[0], own_columns, flags.register_act(), existing, results[0]);
             if (flags.out() < kE4m3) {
                 if constexpr (kGated) finish_parts<kOutCols, false>(results, row_factor, own_columns, ring, place, part_of);
-            } else {
+            } else if constexpr (kOutCols % 128 == 0) {
                 const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
                                       static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
                 ResultPart part = part_of(0);

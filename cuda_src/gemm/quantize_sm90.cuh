@@ -10,15 +10,16 @@
 
 namespace rtk {
 
-// Called by a warpgroup: the 128 columns from FIRST on. Accumulators times factors, plus bias, through the activation;
-// for a gated tile the product of both halves. Columns past the result's last one (`existing` of this tile) become 0.
-template <bool GATED, int COLS, int FIRST, typename Sum>
+// Called by a warpgroup: the 128 columns from FIRST on, or the 64 of a small gated tile. Accumulators times factors, plus
+// bias, through the activation; for a gated tile the product of both halves. Columns past the result's last one
+// (`existing` of this tile) become 0.
+template <bool GATED, int COLS, int FIRST, typename Sum, int RESULTS>
 RTK_DEVICE void finish_in_registers(const Sum (&sums)[COLS / 2], const float (&row_factor)[2], const float* columns, u32 act,
-                                    int existing, float (&results)[64]) {
+                                    int existing, float (&results)[RESULTS]) {
     const int t = static_cast<int>(threadIdx.x) % 4;
     const Activation activate(act);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
+    for (int j = 0; j < RESULTS / 4; ++j) {
         const int column = FIRST + 8 * j + 2 * t;
         if (j % 4 == 0) __syncwarp();  // otherwise the compiler hoists more loads of factors than it has registers for
         float2 factor[2], bias[2];

@@ -97,9 +97,9 @@ struct ProductTiles {
 };
 
 // What a block computes, in order: every gridDim.x-th tile; and, where k is split, an equal share of the k blocks of
-// the remaining tiles, if the number of tiles is no multiple of the grid. Several blocks may then share a tile: the one
-// that owns its first k block reaches it last, adds the others' sums in the order of k, and finishes it. Every block has
-// a share: there are at least as many k blocks of such tiles as blocks.
+// the remaining tiles, if the number of tiles is no multiple of the grid and it is one of the first `sharing` blocks.
+// Several blocks may then share a tile: the one that owns its first k block reaches it last, adds the others' sums in
+// the order of k, and finishes it. Each of these blocks has a share: there are at least as many k blocks of such tiles.
 //
 // Why this cannot deadlock:
 // 1. All blocks are resident: the launch is cooperative where tiles are shared.
@@ -110,8 +110,10 @@ template <bool SPLITS>
 struct TileShare {
     u32 index, whole;                // of tiles that one block computes alone
     u32 steps = 1, at = 0, end = 0;  // of shared tiles: k blocks per tile; those of this block, counted over all shared tiles
+    u32 sharing;                     // blocks, or more than there are
 
-    RTK_DEVICE TileShare(u32 count, bool split, i32 block_depth, i32 depth) : index(blockIdx.x), whole(count) {
+    RTK_DEVICE TileShare(u32 count, bool split, i32 block_depth, i32 depth, u32 blocks)
+        : index(blockIdx.x), whole(count), sharing(blocks) {
         if (!SPLITS || !split) return;
         whole = count / gridDim.x * gridDim.x;
         steps = static_cast<u32>(ceil_div(depth, block_depth));
@@ -120,7 +122,9 @@ struct TileShare {
 
     // The first step of a block, counted over the steps of all shared tiles. Fewer than 2^32 times the number of
     // blocks.
-    RTK_DEVICE u32 first_of(u32 block, u32 count) const { return (count - whole) * steps * block / gridDim.x; }
+    RTK_DEVICE u32 first_of(u32 block, u32 count) const {
+        return (count - whole) * steps * min(block, sharing) / sharing;
+    }
 
     RTK_DEVICE bool has_any(u32 block, u32 count) const { return first_of(block, count) < first_of(block + 1, count); }
 

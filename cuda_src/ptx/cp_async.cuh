@@ -25,6 +25,11 @@ RTK_DEVICE void cp_async_16_stream(SharedAddress shared, const void* global, int
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+// 8 bytes through L1, both addresses 8-byte aligned; only the first `bytes` (0 to 8) are read.
+RTK_DEVICE void cp_async_8_partial(SharedAddress shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 // 4 bytes, both addresses 4-byte aligned; only the first `bytes` (0 to 4) are read.
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");

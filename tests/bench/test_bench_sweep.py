@@ -124,12 +124,14 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = measure.File(path, 3)
     file.add(_draw(0, 10.0, torch=5.0, quack={"absent": "ImportError: no quack"}))
     file.add({"family": "g", "index": 0, "row": "r", "shape": "1", "failed": "broken"})
+    file.add({**_draw(0, 10.0, torch=5.0), "family": "h", "of_peak": 0.625})
     file.save()
     assert cli.main(["sweep", "--report", "--out", str(path)]) == 0
     text = capsys.readouterr().out
     assert "Sweep of seed 3" in text and "Not all draws were measured" in text
     assert "| f | 1 | 0.50 | 0.50 | 0.50 | 0.50 | missed | 0 | 0 |" in text and "| g | 0 | - |" in text
     assert "- 0.50: r 0: 10.0 µs, torch 5.0 (draw 0)" in text
+    assert "- 0.50: r 0: 10.0 µs, torch 5.0 (0.62 of the tensor cores' peak, draw 0)" in text
     assert "quack, 1 draws: absent: ImportError: no quack" in text and "g 0: r 1: broken" in text
     assert cli.main(["sweep", "--report", "--out", str(tmp_path / "none.json")]) == 2
 
@@ -204,6 +206,20 @@ def test_peers_that_are_missing_or_fail(
     assert got["peers"]["linghe"] == {"error": "RuntimeError: kernel is upset"}
     assert "inductor" not in got["peers"]
     assert statistics.ratio(got) == 1.0
+
+
+def test_products_are_beside_the_peak(
+    one_family: dict[str, families.Draw], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    row = _row(flops=2 * 10**9, make=lambda device, g: {"x": torch.randn(4, 8, generator=g).bfloat16()})
+    one_family["scale"] = families.Draw(row)
+    asked = []
+    monkeypatch.setattr(measure.peak, "try_measure", lambda timer: asked.append(timer) or {"bf16": 800.0})
+    sweep = _sweep(["torch"])
+    draws = [sweep.measure(name, 0) for name in ("scale", "scale", "other")]
+    assert draws[0]["of_peak"] == pytest.approx(0.25) and "of_peak" not in draws[2] and len(asked) == 1
+    found = statistics.summary(draws)["scale"]
+    assert found["worst"][0]["of_peak"] == pytest.approx(0.25)
 
 
 def test_a_draw_that_fails_is_told(one_family: dict[str, families.Draw]) -> None:

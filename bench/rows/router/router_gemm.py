@@ -69,6 +69,7 @@ def forward_row(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, leve
         torch=_torch_fwd,
         fused=_torch_fused if dtype == torch.bfloat16 else None,
         bytes=2 * rows * depth + 4 * rows * experts + experts * depth * dtype.itemsize,
+        flops=2 * rows * experts * depth,
     )
 
 
@@ -88,6 +89,7 @@ def rows() -> Iterator[Row]:
                     ours=partial(_ours_bwd, level=level, parts=parts),
                     torch=partial(_torch_bwd, parts=parts),
                     bytes=y_bytes + len(parts) * (x_bytes + w_bytes),
+                    flops=2 * len(parts) * rows * experts * depth,
                 )
     for sizes in _FORWARD_SIZES:
         for name, (dtype, level) in FORWARD_VARIANTS.items():

@@ -9,19 +9,21 @@ from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.operator.plan import Steps
 
 _SKINNY_FIRST = 16  # rows up to which it is asked before the others (H200)
-_LATENCY_ROWS = 32  # rows up to which a product of few weights is a matter of latency
-_LATENCY_BYTES = 24 << 20  # of such weights, at most
+_LATENCY_ROWS = {2: 32, 1: 16}  # by bytes of an element: up to which products of few weights are bound by latency
+_LATENCY_BYTES = 8 << 20  # of such weights, at most
 
 
 def _is_latency(product: Product, info: DeviceInfo) -> bool:
     """Return True if latency matters more than bandwidth for a product."""
     weights = product.n * (1 if product.gate is None else 2) * product.k * BYTES[product.b.token]
-    return "cluster" in info.target.features and product.m <= _LATENCY_ROWS and weights <= _LATENCY_BYTES
+    rows = _LATENCY_ROWS.get(int(BYTES[product.a.token]), 0)
+    return "cluster" in info.target.features and product.m <= rows and weights <= _LATENCY_BYTES
 
 
 def _leaves_sms_idle(product: Product, info: DeviceInfo) -> bool:
-    """Return True if `sm90` would leave half of the SMs without a tile: it has one for gated products only."""
-    return product.gate is not None and 2 * sm90_plan.gated_tiles(product) <= info.sm_count
+    """Return True if `sm90` would leave half of the SMs without a tile: it has one for most gated products."""
+    one_tile = product.gate is not None and (product.a.token != "bf16" or product.quantized is not None)
+    return one_tile and 2 * sm90_plan.gated_tiles(product) <= info.sm_count
 
 
 def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ _ROUND = 1.25  # most blocks per SM if tiles are shared
 _TOKENS = (1, 2, 4)  # tiles of 16 rows of a
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
-_GATED, _ACCUMULATE = 1, 2
+_GATED, _ACCUMULATE, _HALF_VECTORS = 1, 2, 4
 
 _CLUSTER = Kernel(
     "gemm/gemm_cluster.cu", "gemm_cluster", template="T TOKENS", max_registers=255, needs=("cluster", "pdl"),
@@ -49,14 +49,14 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"{p.m} rows of a; {rows} at the highest"
     if p.quantized is not None:
         return "no quantised results"
-    if p.sums != "fp32":
+    if p.sums not in ("fp32", "fast"):  # no sums are less exact than those
         return f"no sums of kind {p.sums!r}"
     if p.a.token != p.b.token or p.a.token not in (*FLOAT16, "e4m3"):
         return f"no {p.a.token} and {p.b.token} operands"
     if p.a.across or p.b.across:
         return "rows of memory are those of the summed dimension"
-    if not (p.a.aligned and p.b.aligned) or p.k * BYTES[p.a.token] % 16:
-        return "rows are no multiples of 16 bytes"
+    if not (_whole_vectors(p) or _half_vectors(p)):
+        return "rows are no multiples of 16 bytes, or of 8 for operands of 8 bits"
     if p.k * BYTES[p.a.token] >= 1 << 24 or p.n >= 1 << 24:
         return "more steps than a launch counts"
     if p.out.token not in _TYPES:
@@ -70,6 +70,15 @@ def unsupported(product: Product, target: Target) -> str | None:
 def _of_rows(scales: Scales, k: int) -> bool:
     """Return True if scales are one number, or one for each row."""
     return scales.token == "fp32" and not scales.swizzled and scales.rows in (0, 1) and not 0 < scales.depth < k
+
+
+def _whole_vectors(p: Product) -> bool:
+    return p.a.aligned and p.b.aligned and p.k * BYTES[p.a.token] % 16 == 0
+
+
+def _half_vectors(p: Product) -> bool:
+    """Return True if rows are multiples of 8 bytes."""
+    return all(x.aligned or x.halves for x in (p.a, p.b)) and BYTES[p.a.token] == 1 and p.k % 8 == 0
 
 
 def parts_of(product: Product, sm_count: int) -> int:
@@ -104,7 +113,8 @@ def steps(product: Product, device: int) -> Steps:
         cluster=parts,
         ending=(
             p.m, p.n, p.k * size, p.a.pitch * size, p.b.pitch * size, p.out.pitch, p.add_pitch, *scale_steps,
-            max(p.global_scale - 1, 0), parts, _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate,
+            max(p.global_scale - 1, 0), parts,
+            _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _HALF_VECTORS * (not _whole_vectors(p)),
             sum(value << 4 * i for i, value in enumerate(types)),
         ),
     )  # fmt: skip

@@ -74,7 +74,7 @@ _SCALE_NUMBERS = " ".join(
     f"scale_{side}_{name}:i64" for side in "ab" for name in ("rows", "depth", "row_pitch", "depth_pitch", "group")
 )
 MMA = Kernel(
-    "gemm/gemm_mma.cu", "gemm_mma", template="A B MATH BLOCK_SCALES LAYOUT TILE", max_registers=255,
+    "gemm/gemm_mma.cu", "gemm_mma", struct=True, template="A B MATH BLOCK_SCALES LAYOUT TILE", max_registers=255,
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr out_scale:ptr bounds:ptr m:i64 "
     "n:i64 k:i64 a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 a_group:i64 b_group:i64 out_group:i64 "
     f"add_group:i64 {_SCALE_NUMBERS} out_scale_pitch:i64 out_scale_group:i64 sum_depth:i64 k_align:i64 group_kind:i64 "

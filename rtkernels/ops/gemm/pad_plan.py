@@ -1,7 +1,8 @@
 """Products of operands whose rows lie badly in memory: one kernel copies them to rows that do not.
 
-TMA and vector loads need rows that are multiples of 16 bytes. Rows that are no multiples of 32 begin inside of a sector
-of L2, which takes twice as long to load: large products gain more than the copy costs.
+TMA and vector loads need rows that are multiples of 16 bytes; other loads take more instructions. Rows that are no
+multiples of 32 begin inside of a sector of L2, which takes twice as long to load: large products gain more than the
+copy costs.
 
 A backend as ``product`` describes it (device code: ``cuda_src/gemm/pad_rows.cu``, then that of the backend which is
 first in order for the copies). The copies are scratch. Their rows end with zeros, so that k may be rounded up where
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rtkernels.ops.gemm import sm90_plan
+from rtkernels.ops.gemm import skinny_plan, sm90_plan
 from rtkernels.ops.gemm.product import BYTES, Matrix, Product
 from rtkernels.ops.shared.backend import Backend, Backends, Choice, in_words
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
@@ -25,6 +26,7 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps
 # Bytes of operands from which a copy takes less time than what it saves. A kernel that reads single elements loses more
 # than the launch of the copy costs as soon as operands fill a few tiles.
 _MIN_BYTES = 64 << 10
+_HALVES_ROWS = 16  # of a, up to which vectors are loaded in halves
 _THREADS = 256
 _VECTOR = 16
 _SECTOR = 32
@@ -60,19 +62,23 @@ def _bytes(p: Product, name: str) -> int:
     return int(count * rows * cols * BYTES[getattr(p, name).token])
 
 
-def _begins_in_sector(matrix: Matrix) -> bool:
-    return matrix.aligned and int(matrix.pitch * BYTES[matrix.token]) % _SECTOR != 0
+def _needed(p: Product, info: DeviceInfo) -> list[str]:
+    """Return the operands that must be copied; none if `skinny` loads them in halves of vectors."""
+    names = [name for name in ("a", "b") if not getattr(p, name).aligned]
+    if p.m <= _HALVES_ROWS and all(getattr(p, name).halves for name in names):
+        return names if skinny_plan.unsupported(p, info.target) else []
+    return names
 
 
-def _names(p: Product) -> list[str]:
-    """Return the operands that must be copied; if there are none, those that may be."""
-    needed = [name for name in ("a", "b") if not getattr(p, name).aligned]
-    return needed or [name for name in ("a", "b") if _begins_in_sector(getattr(p, name))]
+def _begin_in_sectors(p: Product) -> list[str]:
+    """Return the operands that may be copied."""
+    matrices = {name: getattr(p, name) for name in ("a", "b")}
+    return [name for name, matrix in matrices.items() if int(matrix.pitch * BYTES[matrix.token]) % _SECTOR]
 
 
 def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
-    """Return aligned operands of which copies save more time than they take."""
-    names = [name for name in ("a", "b") if _begins_in_sector(getattr(p, name))]
+    """Return operands that need not be copied, of which copies save more time than they take."""
+    names = _begin_in_sectors(p)
     if not names or p.m < _MIN_ROWS or p.groups is not None or sm90_plan.unsupported(p, info.target) is not None:
         return ()
 
@@ -86,8 +92,7 @@ def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
 
 def is_worthwhile(product: Product, info: DeviceInfo) -> bool:
     """Return True if copies of operands save more time than they take."""
-    p = product
-    needed = [name for name in ("a", "b") if not getattr(p, name).aligned]
+    p, needed = product, _needed(product, info)
     return sum(_bytes(p, name) for name in needed) >= _MIN_BYTES if needed else bool(_faster(p, info))
 
 
@@ -105,7 +110,8 @@ def _padded(p: Product, names: Sequence[str]) -> Product:
         matrix: Matrix = getattr(p, name)
         count, rows, cols = _size(p, name)
         pitch = _pitch(matrix, cols)
-        changed[name] = matrix._replace(pitch=pitch, aligned=True, group_pitch=rows * pitch if count > 1 else 0)
+        group_pitch = rows * pitch if count > 1 else 0
+        changed[name] = matrix._replace(pitch=pitch, aligned=True, halves=False, group_pitch=group_pitch)
     padded = p._replace(**changed)
     depths = [scales.depth for scales in (p.scale_a, p.scale_b) if scales is not None]
     # Zeros of both operands add nothing, and no scale covers a part of a vector.
@@ -118,8 +124,7 @@ def _padded(p: Product, names: Sequence[str]) -> Product:
 
 def _copied(p: Product, info: DeviceInfo) -> list[str]:
     """Return the operands that are copied: those that must be, else those that gain by it, else all that may."""
-    needed = [name for name in ("a", "b") if not getattr(p, name).aligned]
-    return needed or list(_faster(p, info)) or _names(p)
+    return _needed(p, info) or list(_faster(p, info)) or _begin_in_sectors(p)
 
 
 def _inner(p: Product, info: DeviceInfo, products: Backends[Product]) -> Choice[Product]:

@@ -25,6 +25,7 @@ class Matrix(NamedTuple):
     ``pitch``: elements from one row to the next. ``across``: rows of memory are those of the summed dimension (a is
     stored [k, m], b is stored [k, n]); else a is [m, k] and b is [n, k]. ``aligned``: address, pitch and the distance
     between groups are multiples of 16 bytes. ``group_pitch``: elements from one group to the next, 0 without groups.
+    ``halves``: the address is a multiple of 16 bytes, and the pitch one of 8, not of 16.
     """
 
     token: str
@@ -32,6 +33,7 @@ class Matrix(NamedTuple):
     across: bool = False
     aligned: bool = True
     group_pitch: int = 0
+    halves: bool = False
 
 
 class Scales(NamedTuple):

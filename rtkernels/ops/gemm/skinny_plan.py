@@ -44,7 +44,7 @@ def _variants() -> list[Variant]:
 
 
 _SKINNY = Kernel(
-    "gemm/gemm_skinny.cu", "gemm_skinny", template="Codes Math TILES", max_registers=255, tier="serve",
+    "gemm/gemm_skinny.cu", "gemm_skinny", struct=True, template="Codes Math TILES", max_registers=255, tier="serve",
     args="a:ptr b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k:i64 "
     "a_pitch:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_row:i64 scale_a_word:i64 scale_b_row:i64 "
     "scale_b_word:i64 scale_b_shift:i64 shift_b:i64 count_a:i64 count_b:i64 words_a:i64 words_b:i64 group_shift:i64 "
@@ -77,7 +77,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"{p.m} rows of a; {MAX_ROWS} at the highest"
     if p.quantized is not None:
         return "no quantised results"
-    if p.sums in ("fp16", "fast"):
+    if p.sums == "fp16":
         return f"no sums of kind {p.sums!r}"
     if p.b.token not in _CODES:
         return f"no weights of type {p.b.token}"
@@ -282,7 +282,7 @@ def _fixed(p: Product, chunk: int) -> tuple[int, ...]:
     along = lambda s: s is not None and s.rows == 1  # noqa: E731
     flags = (
         p.a.aligned, p.b.aligned, True, _words_aligned(b), p.b.token == "int4", _integer_sums(p), p.gate is not None,
-        p.accumulate, False, along(a), along(b),
+        p.accumulate, p.b.halves, along(a), along(b), p.a.halves,
     )  # fmt: skip
     kind = 0 if b is None else _SCALE_KINDS[b.token] + 4 * b.swizzled
     types = (

@@ -16,6 +16,7 @@ from rtkernels.ops.gemm.tile_choice import (
     BETWEEN,
     COLUMN_SCALES,
     GATED,
+    GATED_TILES,
     LARGE,
     MAX_GROUPS,
     NO_SCALES,
@@ -48,6 +49,7 @@ _REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and ga
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GROUPS = {"rows": 1, "labels": 1, "masked": 2, "depth": 3}
 _BAND_ROWS = 2048  # rows of tiles that blocks walk together
+_GATED_ROWS = 128  # up to which small tiles of gated products are faster (H200)
 
 
 def _variants() -> Iterator[tuple[str | int | bool, ...]]:
@@ -63,8 +65,9 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
-                for finish in (QUANTIZED, GATED):
-                    yield (*types, False, False, *LARGE, scales, finish)
+                yield (*types, False, False, *LARGE, scales, QUANTIZED)
+                for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
+                    yield (*types, False, False, *tile, scales, GATED)
         if pair[0] in FLOAT16:
             for across in ((False, True), (True, False), (True, True)):
                 for tile in (LARGE, SMALL):
@@ -215,7 +218,7 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
 
 def steps(
     product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
-    sharing: int | None = None, overlap: bool = False,
+    sharing: int | None = None, grid: int = 0, overlap: bool = False,
 ) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
 
@@ -225,6 +228,7 @@ def steps(
         tile: Instead of the one that ``tile_choice`` gives, for tests and tuning.
         names: Tensors that take the place of "a", "b" or "scale_a".
         sharing: How many blocks share tiles along k, 0 for none, instead of what ``tile_choice`` says.
+        grid: All blocks, if more than those that share (``Choice``).
         overlap: The launch may begin before the previous kernel ends, which is ours and lets it.
     """
     p, g = product, product.groups
@@ -234,16 +238,16 @@ def steps(
     sms = device_info(device).sm_count
     if tile is None or sharing is None:
         chosen = _choice(p, scales, sms, tile)
-        tile, sharing = chosen.tile, chosen.sharing if sharing is None else sharing
+        tile, sharing, grid = chosen if sharing is None else (chosen.tile, sharing, grid)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
-    sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]))
-    grid = sharing or max(min(sms, tiles), 1)
+    sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]), grid)
+    grid = (grid or sharing) if sharing else max(min(sms, tiles), 1)
     launch = GEMM.bind(
         variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0,
         overlap=overlap and not sharing,
     )  # fmt: skip
-    arguments = _arguments(p, tile, scales, names or {}, sharing > 0)
+    arguments = _arguments(p, tile, scales, names or {}, sharing)
     if sharing:
         return Steps(
             Step(launch, *arguments),
@@ -258,8 +262,9 @@ def steps(
 
 def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would get on an H200, for ``explain``."""
-    tile, sharing = _choice(product, _loop_scales(product), 132)
-    how = f", {sharing} blocks share them along k" if sharing else ", in ping-pong" if tile.waves > 1 else ""
+    tile, sharing, grid = _choice(product, _loop_scales(product), 132)
+    what = "the last ones" if grid else "them"
+    how = f", {sharing} blocks share {what} along k" if sharing else ", in ping-pong" if tile.waves > 1 else ""
     return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{how}"
 
 
@@ -279,7 +284,7 @@ def _b_rows(p: Product) -> int:
 
 
 def _arguments(
-    p: Product, tile: Tile, scales: int, names: Mapping[str, str], split: bool = False
+    p: Product, tile: Tile, scales: int, names: Mapping[str, str], sharing: int = 0
 ) -> list[str | int | Boxes | Offset]:
     """Return the arguments of the kernel, in its order."""
     g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
@@ -318,10 +323,10 @@ def _arguments(
         a, b, out, a_scales or a, b_scales or a,
         names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
         "add" if p.add else 0,
-        "out", "out_scale" if p.quantized else 0, *_cuts(g), *(("shared_sums", "arrived") if split else (0, 0)),
+        "out", "out_scale" if p.quantized else 0, *_cuts(g), *(("shared_sums", "arrived") if sharing else (0, 0)),
         p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
-        (_GROUPS[g.kind] if g else 0) | count << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
+        (_GROUPS[g.kind] if g else 0) | (count or sharing) << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
     ]  # fmt: skip
 
 
@@ -344,6 +349,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
+    if p.quantized is not None or (finish == GATED and m > _GATED_ROWS):  # scales cover 128 columns of a tile
+        tiles = [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count

@@ -57,6 +57,7 @@ TILES = {  # by what is in the loop
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
+GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP)  # of bf16 without scales in the loop; others are gated by the first one
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -81,10 +82,15 @@ class Size(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A tile, and how many blocks share the k of tiles; 0 if every tile has one block."""
+    """A tile, how many blocks share the k of tiles (0 if every tile has one block), and the blocks of the grid.
+
+    ``grid`` is 0 if those that share are all there are. Otherwise all blocks have as many whole tiles, and the first
+    ``sharing`` blocks share what is left for the last round.
+    """
 
     tile: Tile
     sharing: int = 0
+    grid: int = 0
 
 
 # Clock cycles of an H200, fitted to times in docs/decisions/gemm.md.
@@ -93,11 +99,11 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take if rows begin at multiples of so many bytes
+_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
-_BYTES = 2300  # that memory delivers in a cycle
+_BYTES = 1750  # that memory delivers in a cycle
 _PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
@@ -121,11 +127,12 @@ def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
 
 def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     """Return how long a dense product takes, as far as tiles decide it."""
-    tile, sharing = choice
+    tile, sharing, grid = choice
     tiles, steps = tile_count(tile, size.m, size.n), -(-size.k_bytes // ROW)
-    step = _step(tile, size, scales, min(1.0, (sharing or tiles) / sms)) * (_PINGPONG if tile.waves > 1 else 1.0)
+    busy = min(1.0, (grid or sharing or tiles) / sms)
+    step = _step(tile, size, scales, busy) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
-    memory = (size.m + size.n) * size.k_bytes / _BYTES
+    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / _BYTES
     if not sharing:
         each = steps * step
         rounds = -(-tiles // sms)
@@ -134,18 +141,20 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
             epilogue = _EPILOGUE[0] + 2 * _EPILOGUE[1] * tile.cols
             work = rounds * max(each + _HANDOVER, (each + epilogue) / 2) + epilogue
         return _START + max(work, memory) + _HIDDEN * work
-    whole, rest = divmod(tiles, sharing)
+    whole, rest = divmod(tiles, grid or sharing)
     own = -(-rest * steps // sharing)  # steps of a block
     passed: float = _UNEVEN
     if sharing % rest == 0:
         passed = sharing // rest * (_PART[0] + 4 * tile.rows * tile.cols / _PART[1])
-    work = whole * (steps * step + epilogue) + own * step + epilogue + passed
-    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work
+    work = whole * (steps * step + epilogue) + own * step + epilogue
+    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work + passed
 
 
-def sharing_limit(sharing: int, tiles: int, k_bytes: int) -> int:
+def sharing_limit(sharing: int, tiles: int, k_bytes: int, grid: int = 0) -> int:
     """Return how many of `sharing` blocks can have a share of tiles; 0 if some would have none after whole rounds."""
     steps = -(-k_bytes // ROW)
+    if grid:
+        return min(sharing, tiles % grid * steps)
     if tiles <= sharing:
         return min(sharing, tiles * steps)
     return sharing if sharing and tiles % sharing * steps >= sharing else 0
@@ -159,6 +168,9 @@ def _candidates(tile: Tile, size: Size, scales: int, sms: int) -> Iterator[Choic
         return
     for parts in range(2, min(sms // tiles, _MAX_PARTS, steps // _MIN_STEPS) + 1):
         yield Choice(tile, tiles * parts)
+    rest = tiles % sms if tiles > sms else 0
+    for parts in range(2, min(sms // max(rest, 1), _MAX_PARTS, steps // _MIN_STEPS) + 1 if rest else 0):
+        yield Choice(tile, rest * parts, sms)
     if scales == COLUMN_SCALES and 2 * tiles > sms and _MAX_PARTS * (tiles % sms) >= sms and steps >= _MAX_PARTS:
         yield Choice(tile, sms)
 
@@ -170,8 +182,8 @@ def choose(
 
     ``tiles`` are those that can compute the product (default: all); blocks cannot share those in ``whole``.
     """
-    if finish != PLAIN:
-        return Choice(LARGE)
+    if finish == QUANTIZED or (finish == GATED and scales != NO_SCALES):
+        tiles = whole = (LARGE,)
     found = [
         c for t in tiles or TILES[scales] for c in _candidates(t, size, scales, sms) if not (c.sharing and t in whole)
     ]

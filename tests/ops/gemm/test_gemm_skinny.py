@@ -220,7 +220,7 @@ def test_what_is_refused_is_named() -> None:
         "grouped": fine._replace(groups=Groups("masked", 4)),
         "65 rows": fine._replace(m=65),
         "quantised": fine._replace(quantized="row"),
-        "'fast'": fine._replace(sums="fast"),
+        "'fp16'": fine._replace(sums="fp16"),
         "fp32": fine._replace(b=fine.b._replace(token="fp32")),
         "summed dimension": fine._replace(b=fine.b._replace(across=True)),
         "1 x 48": fine._replace(scale_b=fine.scale_b._replace(depth=48)),

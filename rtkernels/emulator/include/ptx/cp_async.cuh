@@ -14,6 +14,9 @@ RTK_DEVICE void cp_async_16_partial(SharedAddress shared, const void* global, in
 RTK_DEVICE void cp_async_16_stream(SharedAddress shared, const void* global, int bytes) {
     emu::cp_async(shared, global, 16, bytes);
 }
+RTK_DEVICE void cp_async_8_partial(SharedAddress shared, const void* global, int bytes) {
+    emu::cp_async(shared, global, 8, bytes);
+}
 RTK_DEVICE void cp_async_4_partial(SharedAddress shared, const void* global, int bytes) {
     emu::cp_async(shared, global, 4, bytes);
 }

@@ -1,0 +1,71 @@
+// Scales that the main loop of gemm_sm90.cu applies: which of them there are, where they lie, and copies of those that
+// TMA cannot load.
+#pragma once
+#include "gemm/schedule_sm90.cuh"
+#include "ptx/cp_async.cuh"
+
+namespace rtk {
+
+inline constexpr int kNoScales = 0, kRowScales = 1, kColumnScales = 2;
+
+// With scales in the loop, totals are fp32 whatever type the tensor cores accumulate.
+template <typename Sum, int SCALES>
+struct Totals {
+    using Type = float;
+};
+template <typename Sum>
+struct Totals<Sum, kNoScales> {
+    using Type = Sum;
+};
+
+// Scale (i, j) of an operand covers `rows` rows (0: all) and 64 << depth_shift of k.
+struct ScalePlace {
+    const float* scale;
+    i64 row_pitch, depth_pitch, group_pitch;
+    u32 rows, depth_shift;
+
+    // For scales in the loop; those of the epilogue cover one row, or all with a pitch of 0.
+    RTK_DEVICE i64 of_row(u32 row, u32 group) const { return of_single_row(row / max(rows, 1u), group); }
+    RTK_DEVICE i64 of_single_row(u32 row, u32 group) const {
+        return static_cast<i64>(group) * group_pitch + static_cast<i64>(row) * row_pitch;
+    }
+    RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
+};
+
+// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them per
+// thread of two warps. Fewer than 2^32 scales.
+template <int ROWS, int COUNT>
+struct ScaleCopies {
+    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
+    u32 at[kEach], exist = 0;
+
+    // `rows` of a's rows exist (0: copied elsewhere), and b's columns, `apart` from each other, up to `columns`.
+    RTK_DEVICE void place(const ScalePlace& a, const ScalePlace& b, const ProductTile& tile, int thread, int rows, i64 columns,
+                          int apart) {
+        exist = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int item = thread + kThreads * i;
+            const bool of_a = kThreads * i < ROWS;
+            const i64 n = tile.n + static_cast<i64>(item - ROWS) * apart;
+            const bool exists = of_a ? item < rows : item < COUNT && n < columns;
+            at[i] = 0;
+            if (exists) at[i] = static_cast<u32>(of_a ? a.of_row(tile.row + item, tile.group) : b.of_row(n, tile.group));
+            exist |= static_cast<u32>(exists) << i;
+        }
+    }
+
+    // Start of the scales of this depth.
+    RTK_DEVICE void copy(ptx::SharedAddress to, const float* of_a, const float* of_b, int thread, bool rows_too,
+                         bool columns_too) const {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const bool is_a = kThreads * i < ROWS;
+            if ((is_a ? rows_too : columns_too) && thread + kThreads * i < COUNT)
+                ptx::cp_async_4_or_zero(to + 4 * (thread + kThreads * i), (is_a ? of_a : of_b) + at[i], exist >> i & 1u);
+        }
+    }
+};
+
+}  // namespace rtk
