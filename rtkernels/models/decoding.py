@@ -22,6 +22,7 @@ from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 
 MAX_ROWS = 8  # of a step; docs/decisions/gemm.md has the measurements
@@ -46,7 +47,7 @@ def is_step(x: Any) -> bool:
     """Return True for the few rows of a decoding step."""
     if getattr(_of_thread, "report", None) is None or not isinstance(x, Tensor) or x.dtype not in _HALVES:
         return False
-    return 0 < row_count(x.shape) <= MAX_ROWS and not torch.is_grad_enabled()
+    return 0 < row_count(x.shape) <= MAX_ROWS and not torch.is_grad_enabled() and not level()
 
 
 def _record(module: nn.Module, reason: str | None) -> None:

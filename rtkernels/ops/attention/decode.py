@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
+from rtkernels.ops.attention.backends import ATTENTION
 from rtkernels.ops.attention.checks import (
     HALVES,
     MAX_WIDTH,
@@ -19,14 +22,16 @@ from rtkernels.ops.attention.checks import (
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.ops.attention.options import default_scale, window_sides
+from rtkernels.ops.attention.problem import Attention, Strides, dense
 from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
-from rtkernels.runtime.operator.plan import Memory, Steps
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -106,7 +111,7 @@ def _per_head(scale: Meta | None) -> int:
     return int(scale is not None and scale.numel() > 1)
 
 
-def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right, softcap, device) -> Steps:
+def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, sinks, scale, left, right, softcap, device) -> Steps:
     paged = page_table is not None
     call = Decode(
         token=DTYPE_TOKEN[q.dtype], codes=CODES.get(k_cache.dtype, 0), batch=q.shape[0], lq=q.shape[1],
@@ -116,7 +121,30 @@ def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right,
         q=strides(q)[:3], k=strides(k_cache)[:3], v=strides(v_cache)[:3], k_scale_head=_per_head(k_scale),
         v_scale_head=_per_head(v_scale), left=left, right=right, scale=scale, softcap=softcap,
     )  # fmt: skip
-    return steps(call, device)
+    if not level() or call.codes:
+        return steps(call, device)
+    if paged:
+        refuse("attention_decode_fwd with pages", "attention_decode calls the kernels of attention_varlen for them")
+    return _like_prefill(call, strides(q), strides(k_cache), strides(v_cache), sinks is not None, device)
+
+
+def _like_prefill(call: Decode, q: Strides, k: Strides, v: Strides, sinks: bool, device: int) -> Steps:
+    """Return the launches of ``attention``, so that a token has the bits that it has in a prompt."""
+    problem = Attention(
+        call.batch, call.heads_q, call.heads_kv, call.lq, call.lkv, call.d_qk, call.d_v, call.token, q, k, v,
+        dense(call.lq, call.heads_q, call.d_v, False), call.scale, call.left, call.right, call.softcap,
+        sinks="fp32" if sinks else None, lengths=True,
+    )  # fmt: skip
+    found = ATTENTION.steps(problem, device)
+    names = {"k": "k_cache", "v": "v_cache", "bias": 0, "kv_limit": 0, "cu_q": 0, "cu_k": 0}
+
+    def renamed(argument: Any) -> Any:
+        if isinstance(argument, Boxes):
+            return argument._replace(name=names.get(argument.name, argument.name))
+        return names.get(argument, argument) if isinstance(argument, str) else argument
+
+    launches = [Step(step.launch, *map(renamed, step.arguments)) for step in found.steps]
+    return Steps(*launches, scratch=found.scratch, zeros=found.zeros)
 
 
 def gathered(
@@ -159,6 +187,17 @@ FORWARD = Operator(
     reference=_reference,
     check=_check,
 )  # fmt: skip
+
+
+def _over_pages(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, *options) -> tuple[Tensor, Tensor]:
+    """Return out and lse by the kernels of ``attention_varlen``: a token has the bits that it has in a prompt."""
+    from rtkernels.ops.attention import paged  # which imports this module
+
+    batch, lq, heads, _ = q.shape
+    ends = torch.arange(0, batch * lq + 1, max(lq, 1), dtype=torch.int32, device=q.device)
+    tensors = (q.flatten(0, 1), k_cache, v_cache, ends, lengths, page_table, k_scale, v_scale, sinks)
+    out, lse = paged.run(tensors, (*options, lq, page_table.shape[1] * k_cache.shape[1], "auto"), None)
+    return out.unflatten(0, (batch, lq)), lse.view(heads, batch, lq).transpose(0, 1).contiguous()
 
 
 @public
@@ -209,7 +248,8 @@ def attention_decode(
         float(check_number("softcap", softcap)),
     )  # fmt: skip
     refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
-    out, lse = FORWARD.call(*given)
+    invariant = level() and page_table is not None and k_cache.dtype == q.dtype
+    out, lse = _over_pages(*given) if invariant else FORWARD.call(*given)
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out

@@ -5,12 +5,18 @@ from __future__ import annotations
 from rtkernels.ops.gemm import cluster_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
 from rtkernels.ops.gemm.product import BYTES, Product
 from rtkernels.ops.shared.backend import Backend, Backends
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.operator.plan import Steps
 
 _SKINNY_FIRST = 16  # rows up to which it is asked before the others (H200)
 _LATENCY_ROWS = 32  # rows up to which a product of few weights is a matter of latency
 _LATENCY_BYTES = 24 << 20  # of such weights, at most
+
+
+# With batch invariance: the first one that has a kernel for these types. Operands that TMA cannot read are copied, so
+# that alignment does not decide. Low-bit weights are never unpacked, because decoding reads them most often.
+_INVARIANT = ("sm90", "pad", "mma")
 
 
 def _is_latency(product: Product, info: DeviceInfo) -> bool:
@@ -26,6 +32,8 @@ def _leaves_sms_idle(product: Product, info: DeviceInfo) -> bool:
 
 def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
+    if level():
+        return _INVARIANT
     skinny = product.m <= _SKINNY_FIRST or _leaves_sms_idle(product, info)
     order = ("skinny", "sm90", "unpack", "mma") if skinny else ("sm90", "skinny", "unpack", "mma")
     order = ("cluster", *order) if _is_latency(product, info) else order

@@ -34,6 +34,7 @@ from rtkernels.ops.gemm.tile_choice import (
     sharing_limit,
     tile_count,
 )  # fmt: skip
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps, box_strides
@@ -352,7 +353,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
         tiles = [tile for tile in tiles if tile not in BETWEEN]
     if only is not None:
         tiles = [only]
-    return choose(_size_of(p), scales, finish, sms, tiles, (LARGE,) if p.a.across and p.b.across else ())
+    whole = tiles if level() else (LARGE,) if p.a.across and p.b.across else ()  # sums along k must not depend on m
+    return choose(_size_of(p), scales, finish, sms, tiles, whole)
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:

@@ -16,11 +16,13 @@ from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product, slab_colu
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
 from rtkernels.ops.loss.logprob_reference import Incoming, Scores
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import nothing, row_stride
 from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
 CHUNK_BYTES = 256 << 20  # logits of a slab by default, about
+_INVARIANT_COLUMNS = 1 << 14  # of a slab, with batch invariance
 _STEP = 128  # columns: given chunk_bytes are rounded down to so many
 _PAD = 8  # elements: rows of logits begin at multiples of 16 bytes
 
@@ -45,6 +47,8 @@ def padded(columns: int) -> int:
 
 def columns_of_slab(rows: int, vocabulary: int, itemsize: int, chunk_bytes: int, device: int) -> int:
     """Return the columns of a slab: as many as `chunk_bytes` hold, or for 0 about CHUNK_BYTES, in whole waves."""
+    if level():  # whatever chunk_bytes are: the columns of a slab decide how rows are summed up
+        return min(_INVARIANT_COLUMNS, vocabulary)
     a_column = max(rows, 1) * itemsize
     if chunk_bytes:
         columns = max(_STEP, chunk_bytes // a_column // _STEP * _STEP)
@@ -123,8 +127,9 @@ def _parts(
     parts, targets = row_memory(states, flat)
     kept = head.memory(len(weight)) if keep_logits else None
     memory = head.memory(head.columns) if kept is None else None
-    for start, end in [(0, len(weight))] if keep_logits else head.slabs():
-        logits = head.logits(start, end, memory if kept is None else kept)
+    whole = keep_logits and not level()
+    for start, end in [(0, len(weight))] if whole else head.slabs():
+        logits = head.logits(start, end, memory if kept is None else kept[:, start:])
         functions.add_parts(logits, flat, temperatures, parts, targets, options, wanted, start)
     return parts, targets, nothing(parts) if kept is None else kept
 
@@ -144,7 +149,8 @@ def _backward(
     incoming = Incoming(dlogprob, dentropy, dlse, dsquares, dmean)
     terms = functions.terms(flat, incoming, stats, entropy, log_sum_sq, options)
     in_place = head.dtype == hidden.dtype
-    slabs = [(0, len(weight))] if kept is not None and in_place else list(head.slabs())
+    whole = kept is not None and in_place and not level()
+    slabs = [(0, len(weight))] if whole else list(head.slabs())
     memory = head.memory(head.columns) if kept is None else None
     gradients = None if in_place else head.memory(head.columns, hidden.dtype)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else nothing(states)
