@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rtkernels import emulator
 from rtkernels.errors import UnsupportedDeviceError
-from rtkernels.runtime.invariance import level, refuse, state
+from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient, state
 from rtkernels.runtime.torch_private import below_versions
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -59,11 +59,18 @@ def _in_blocks(native: Native, a: Tensor, b: Tensor, *more: Any) -> Tensor:
     return torch.cat(parts)
 
 
+def _refuse_weight(a: Tensor) -> None:
+    if a.stride(0) == 1 < a.shape[0] and a.shape[1] > 1:  # autograd multiplies dy.t() by x
+        refuse_weight_gradient("torch.mm of a transposed matrix, as in gradients of weights,")
+
+
 def _mm(native: Native, a: Tensor, b: Tensor) -> Tensor:
+    _refuse_weight(a)
     return _product(a, b) if _ours(a, b) else _in_blocks(native, a, b)
 
 
 def _mm_dtype(native: Native, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    _refuse_weight(a)
     return _product(a, b, dtype=out_dtype) if _ours(a, b) else _in_blocks(native, a, b, out_dtype)
 
 
@@ -185,7 +192,9 @@ def _override(name: str, native: Native, kernels: dict[str, Native]) -> Callable
     def with_out(*args: Any, out: Tensor, **kwargs: Any) -> Any:
         if not state.highest or not level():
             return native(*args, out=out, **kwargs)
-        return _multiplied_into(out, name, args, kwargs) or _written(out, rule(inner, *args, **kwargs))
+        if _multiplied_into(out, name, args, kwargs):
+            return out
+        return _written(out, rule(inner, *args, **kwargs))
 
     def in_place(base: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not state.highest or not level():
@@ -200,19 +209,20 @@ def _override(name: str, native: Native, kernels: dict[str, Native]) -> Callable
     return refused if name in _REFUSED else with_out if name in _OUT else in_place if name in _IN_PLACE else override
 
 
-def _multiplied_into(out: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Multiply, or add a product in fp32, without memory for the product; return None if `out` does not permit that."""
+def _multiplied_into(out: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Multiply, or add a product in fp32, without memory for the product; return False if that cannot be."""
     from rtkernels.ops.gemm.scaled_mm import IN_PLACE
 
     adds = name == "addmm.dtype_out" and args[0] is out and out.dtype == torch.float32 and not kwargs
     a, b = args[1:3] if name == "addmm.dtype_out" else args[:2]
     if not (adds or name in ("mm.out", "mm.dtype_out")) or not _ours(a, b):
-        return None
+        return False
+    _refuse_weight(a)
     if out.shape != (a.shape[0], b.shape[1]) or out.stride(1) != 1 or out.data_ptr() & 15:
-        return None
+        return False
     with below_versions():
         IN_PLACE.call(out, a, b, None, None, None, None, None, *_OPTIONS, None, "auto", "auto", adds)
-    return out
+    return True
 
 
 def _written(out: Tensor, result: Tensor) -> Tensor:

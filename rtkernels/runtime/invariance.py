@@ -18,6 +18,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 MAX_LEVEL = 3
 _CHOICE_ROWS = 4096
 PROMISES = {1: "the forward pass", 2: "gradients of inputs", 3: "gradients of weights"}
+OF_WEIGHTS = (3, "its sums begin anew in every micro-batch")  # `not_invariant` of operators that sum over rows
 _KEY = "rtkernels_batch_invariant"  # of torch's thread-local objects, which autograd passes to its threads
 
 
@@ -89,6 +90,12 @@ def leave(value: int, before: int | None) -> None:
     with _lock:
         state.scopes.remove(value)
         _changed()
+
+
+def refuse_weight_gradient(what: str) -> None:
+    """Raise an ArgumentError at level 3 for a sum over rows whose bits depend on how a batch is cut into parts."""
+    if level() >= 3:
+        refuse(what, OF_WEIGHTS[1])
 
 
 def choice_rows(rows: int) -> int:
