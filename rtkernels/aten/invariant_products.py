@@ -60,7 +60,7 @@ def _in_blocks(native: Native, a: Tensor, b: Tensor, *more: Any) -> Tensor:
 
 
 def _refuse_weight(a: Tensor) -> None:
-    if a.stride(0) == 1 < a.shape[0] and a.shape[1] > 1:  # autograd multiplies dy.t() by x
+    if a.stride(1) != 1 and min(a.shape) > 1:  # autograd multiplies dy.t() by x
         refuse_weight_gradient("torch.mm of a transposed matrix, as in gradients of weights,")
 
 

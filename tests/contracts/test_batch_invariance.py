@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
     "layer_norm, wide": lambda x, ids: rtk.layer_norm(x.repeat(1, 9)),
     "scaled_mm, bias": lambda x, ids: rtk.scaled_mm(x.bfloat16(), VOCABULARY.bfloat16(), bias=VOCABULARY[:, 0]),
     "attention_decode, sequences": lambda x, ids: rtk.attention_decode(
-        dynamic._heads(x.detach())[:, :2], *(dynamic._heads(x.detach()).unsqueeze(1).expand(-1, 9, -1, -1),) * 2,
+        dynamic._heads(x.detach()), *(dynamic._heads(x.detach()).unsqueeze(1).expand(-1, 9, -1, -1),) * 2,
         1 + ids[:, 0].int(),
     ),
 }  # fmt: skip
