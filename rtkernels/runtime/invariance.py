@@ -18,7 +18,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 MAX_LEVEL = 3
 _CHOICE_ROWS = 4096
 PROMISES = {1: "the forward pass", 2: "gradients of inputs", 3: "gradients of weights"}
-OF_WEIGHTS = (3, "its sums begin anew in every micro-batch")  # `not_invariant` of operators that sum over rows
+OF_WEIGHTS = (3, "every micro-batch is summed up by itself")  # `not_invariant` of operators that sum over rows
 _KEY = "rtkernels_batch_invariant"  # of torch's thread-local objects, which autograd passes to its threads
 
 

@@ -13,8 +13,8 @@ from rtkernels import models
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 VOCABULARY = 96
-PROMPTS = ([3, 17, 40, 5, 61], [88, 2], [9, 9, 31, 70, 12, 1, 55, 20])
-NEW = 4
+PROMPTS = ([88, 2], [9, 9, 31, 70, 12, 1])
+NEW = 3
 
 
 def _model(device: str) -> torch.nn.Module:
@@ -62,7 +62,7 @@ def test_rollouts_have_the_trainers_bits(place: str) -> None:
         model = _model(device)
         rollouts = [_rollout(model, prompt, device) for prompt in PROMPTS]
         sequences = [tokens for tokens, _ in rollouts]
-        for batch in (sequences, sequences[1:], [sequences[2]]):
+        for batch in (sequences, sequences[1:]):
             trained = _trained(model, batch, device)
             for tokens, found in zip(batch, trained, strict=True):
                 rolled = rollouts[sequences.index(tokens)][1]
