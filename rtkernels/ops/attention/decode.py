@@ -202,4 +202,10 @@ def attention_decode(
     return (out, lse) if return_lse else out
 
 
-OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE, CLUSTER), torch_ops=(FORWARD,))
+OP = Op(
+    "decode",
+    public=("attention_decode",),
+    kernels=(DECODE, COMBINE, CLUSTER),
+    torch_ops=(FORWARD,),
+    uses=("attention", "paged"),
+)
