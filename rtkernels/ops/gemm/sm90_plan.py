@@ -18,6 +18,7 @@ from rtkernels.ops.gemm.tile_choice import (
     GATED,
     LARGE,
     MAX_GROUPS,
+    NARROW,
     NO_SCALES,
     PLAIN,
     QUANTIZED,
@@ -67,6 +68,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 for finish in (QUANTIZED, GATED):
                     yield (*types, False, False, *LARGE, scales, finish)
         if pair[0] in FLOAT16:
+            yield (*types, False, False, *NARROW, NO_SCALES, PLAIN)
             for across in ((False, True), (True, False), (True, True)):
                 for tile in (LARGE, SMALL):
                     yield (*types, *across, *tile, NO_SCALES, PLAIN)
@@ -344,7 +346,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     """Return the tile of a product, and how many blocks share its k."""
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
+    known = (*TILES[scales], NARROW) if level() else TILES[scales]
+    tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
