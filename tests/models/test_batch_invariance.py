@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compare import running_on
+from support.generation import programs
 from support.places import at
 from torch import Tensor
 
 import rtkernels
 from rtkernels import models
+from rtkernels.models.mask_form import MaskForm
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 VOCABULARY = 96
@@ -70,3 +72,24 @@ def test_rollouts_have_the_trainers_bits(place: str) -> None:
                 assert float((rolled.exp() * (rolled - found[-NEW:].detach())).sum()) == 0.0  # their divergence
         trained[0].sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@at("sm_80", "sm_90", "cuda")
+def test_padding_after_long_sequences(place: str) -> None:
+    """More keys than a tile has: limits of keys must not lead to kernels with other tiles."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 140, heads, 64, generator=generator).bfloat16() for heads in (2, 1, 1))
+    with running_on(place) as device, rtkernels.batch_invariant(1):
+        q, k, v = (t.to(device) for t in (q, k, v))
+        form = MaskForm(2, 140, 140, q.device, ends=[130, 140])
+        alone = rtkernels.attention(*(t[:1, :130] for t in (q, k, v)), causal=True)
+        assert torch.equal(form.attend(q, k, v)[:1, :130], alone)
+
+
+def test_generate_keeps_steps_of_each_level_apart() -> None:
+    model = _model("cpu")
+    ids = torch.tensor([PROMPTS[1]])
+    for level in (0, 1, 0, 1):
+        with rtkernels.batch_invariant(level):
+            model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert len(programs(model)) == 2
