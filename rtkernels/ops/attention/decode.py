@@ -84,6 +84,12 @@ def _like_prefill(call: Decode, q: Strides, k: Strides, v: Strides, sinks: bool,
         dense(call.lq, call.heads_q, call.d_v, False), call.scale, call.left, call.right, call.softcap,
         sinks="fp32" if sinks else None, lengths=True,
     )  # fmt: skip
+    if call.lq == 1 and call.left < 0 and not sinks:  # query heads that share keys become queries that see all of them
+        group, width = problem.group, call.d_v
+        problem = problem._replace(
+            heads_q=call.heads_kv, lq=group, right=-1, q=q._replace(row=q.head, head=group * q.head),
+            out=Strides(call.heads_q * width, width, group * width),
+        )  # fmt: skip
     found = ATTENTION.steps(problem, device)
     names = {"k": "k_cache", "v": "v_cache", "bias": 0, "kv_limit": 0, "cu_q": 0, "cu_k": 0}
 

@@ -53,7 +53,10 @@ def _pages(t: Tensor, table: Tensor) -> Tensor:
 
 
 @EXACT
-@pytest.mark.parametrize(("width", "softcap"), [(64, 0.0), (64, 20.0), (128, 0.0)])
+@pytest.mark.parametrize(
+    ("width", "softcap"),
+    [(64, 0.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, 20.0), (128, 0.0)))],
+)
 def test_prompts_chunks_and_decoding(width: int, softcap: float, place: str) -> None:
     options = {"causal": True, "softcap": softcap}
     with running_on(place) as device, rtk.batch_invariant(1):
