@@ -1,7 +1,8 @@
 """Write all that is generated from the sources of ops: ``python docs/make.py``, after an op was added or changed.
 
 In this order, as each reads what the one before wrote: the table of public names (``make_public.py``), the stub for
-type checkers (``make_stub.py``), the pages of the API (``make_api.py``).
+type checkers (``make_stub.py``), the pages of the API (``make_api.py``), the table of batch invariance
+(``make_invariance.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("make_public.py", "make_stub.py", "make_api.py")
+SCRIPTS = ("make_public.py", "make_stub.py", "make_api.py", "make_invariance.py")
 
 
 def main() -> None:

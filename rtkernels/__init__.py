@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import Any
 
 from rtkernels import _public
@@ -34,3 +35,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("RTKERNELS_BATCH_INVARIANT", "").strip() not in ("", "0"):
+    importlib.import_module("rtkernels.aten.invariant").from_environment()

@@ -125,6 +125,8 @@ OTHERS = {
     "Calibration": "calibration",
     "warm": "runtime.warm",
     "emulate": "emulator",
+    "batch_invariant": "aten.invariant",
+    "set_batch_invariant": "aten.invariant",
     "disable": "aten",
     "enable": "aten",
     "report": "aten",

@@ -233,7 +233,8 @@ RTK_DEVICE void as_left(u32 (&a)[4], const float (&first)[4], const float (&seco
 }
 
 // Two rows of a softmax over s[n][2r + c]. Probabilities are relative to a maximum that may lag the true one by up to 8
-// (in log2), so sums and outputs are rescaled at the beginning and hardly ever later.
+// (in log2), so sums and outputs are rescaled at the beginning and hardly ever later. Each row decides for itself, so
+// that its bits do not depend on the other rows of a warp.
 struct LazySoftmax : SoftmaxState {
     static constexpr float kMaxLag = 8.0f;
 
@@ -249,14 +250,14 @@ struct LazySoftmax : SoftmaxState {
             for (int n = 1; n < N; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
             now[r] = fmaxf(top[r], quad_max(largest));
         }
-        const bool behind = (now[0] - top[0]) * factor > kMaxLag || (now[1] - top[1]) * factor > kMaxLag;
-        const bool rescale = __any_sync(0xffffffffu, behind);
+        const bool behind[2] = {(now[0] - top[0]) * factor > kMaxLag, (now[1] - top[1]) * factor > kMaxLag};
+        const bool rescale = __any_sync(0xffffffffu, behind[0] || behind[1]);
         if (rescale) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                correction[r] = now[r] == negative_infinity() ? 1.0f : ptx::ex2((top[r] - now[r]) * factor);
+                correction[r] = behind[r] ? ptx::ex2((top[r] - now[r]) * factor) : 1.0f;
                 sum[r] *= correction[r];
-                top[r] = now[r];
+                top[r] = behind[r] ? now[r] : top[r];
             }
         }
 #pragma unroll

@@ -21,6 +21,7 @@ from rtkernels.runtime.call.codegen import unguarded_replay_of
 from rtkernels.runtime.call.launches import LaunchTrace
 from rtkernels.runtime.call.recent import ATTEMPTS, Calls, Known
 from rtkernels.runtime.depends import MISS, alias_code, lazy_code, meta_code, number_code, same_number_code
+from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import never, same_tensors
@@ -61,7 +62,7 @@ class OverrideCalls(Calls):
             return
 
         def sized(*args: Any, **kwargs: Any) -> Any:
-            limit = limits[measured]
+            limit = 0 if level() else limits[measured]
             return table.SMALL if limit and _elements(args) < limit else MISS
 
         self.find = sized
@@ -127,6 +128,8 @@ class OverrideCalls(Calls):
         source = f"""
 def find({_listed(arguments)}):
     global last
+    if {LEVEL_CODE}:
+        return MISS
 {unlisted}
     limit = limits[{measured!r}]
     if limit and {" and ".join(small)}:
@@ -154,13 +157,13 @@ def key_of({_listed(arguments)}):
         self._scope |= {
             "not_given": _NOT_GIVEN, "numbers": _NUMBERS, "limits": limits, "known": self.known,
             "stand_ins": _STAND_INS, "compare": _comparison, "only": _only_index, "SMALL": table.SMALL,
-            "SEVERAL": table.SEVERAL, "MISS": MISS, "last": (never, None, *[None] * len(kept)),
+            "SEVERAL": table.SEVERAL, "MISS": MISS, "last": (never, None, *[None] * len(kept)), **LEVEL_SCOPE,
         }  # fmt: skip
         generated(source, f"<rtkernels recent calls of aten {self.row.name}>", self._scope)
 
     def call(self, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the handler for a call that ``find`` did not find, and record what it launches."""
-        if not self.replays:
+        if not self.replays or level():  # sizes below which torch's kernels are faster must not decide then
             return handler(*args, **kwargs)
         try:
             key = self._scope["key_of"](*args, **kwargs)

@@ -28,6 +28,7 @@ from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
 from rtkernels.ops.norm import step_norm
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.kinds import meta_of
 
@@ -58,7 +59,7 @@ def is_step(x: Any) -> bool:
     """Return True for the few rows of a decoding step."""
     if getattr(_of_thread, "report", None) is None or not isinstance(x, Tensor) or x.dtype not in _HALVES:
         return False
-    return 0 < row_count(x.shape) <= MAX_ROWS and not torch.is_grad_enabled()
+    return 0 < row_count(x.shape) <= MAX_ROWS and not torch.is_grad_enabled() and not level()
 
 
 def _record(module: nn.Module, reason: str | None) -> None:

@@ -31,6 +31,7 @@ from rtkernels.models.probe import (
 )
 from rtkernels.models.recognize import activations
 from rtkernels.models.reuse import glu
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -189,6 +190,8 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tenso
     """Return the products of groups of rows with the weights ``[experts, out, in]`` of their experts."""
     if x.dtype == torch.float32 and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _of_every_expert(x, weight if transposed else weight.transpose(-2, -1), ends)
+    if level() and x.dtype != torch.float32:  # torch's kernels choose by the number of rows
+        return _Product.apply(x, weight.transpose(-2, -1) if transposed else weight, ends)
     dense = x.shape[-1] % 8 == 0 and weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and weight.is_contiguous()
     if transposed or x.dtype == torch.float32 or (dense and _torch_is_faster(x.get_device())):
         return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)

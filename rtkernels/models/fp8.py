@@ -36,6 +36,7 @@ from rtkernels.nn.fp8_experts import E4M3, experts, group_ends, weight_codes
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.sharding import is_sharded
@@ -117,7 +118,7 @@ def _served_norm(original: type[nn.Module], eps: str, offset: float) -> Callable
     plain, coded = (replace.forward_of(kind, original, eps=eps, offset=offset) for kind in ("rms_norm", "fp8_norm"))
 
     def forward(self, hidden_states, residual=None, with_input=False):
-        as_it_is = row_count(hidden_states.shape) <= served.AS_IT_IS
+        as_it_is = served.is_as_it_is(hidden_states)
         return (plain if as_it_is else coded)(self, hidden_states, residual, with_input)
 
     return forward
@@ -172,7 +173,7 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
         return None
     if any(m._parameters["bias"] is not None for m in (gate, up, down)):
         return None
-    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE:
+    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE or level():
         return None
     gate_up = merged_weights((gate, up))
     if gate_up is None:

@@ -21,6 +21,7 @@ from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import Adjacent, adjacent, is_plain
 from rtkernels.nn.fp8_linear import main_grad_of
 from rtkernels.ops.quant.quantize_fp8 import BOTH
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
@@ -129,7 +130,7 @@ def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, r
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
         return None
     shape, biases = getattr(x, "shape", ()), [m._parameters["bias"] for m in linears]
-    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE:
+    if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE or level():
         return None
     if biases[0] is None:
         bias = None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.models.lazy import Lazy
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.torch_private import has_address, is_dynamo_compiling
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # transformers' names, from its collator
@@ -154,7 +155,7 @@ class MaskForm(Lazy):
             ends = self._integers("ends", self.ends)
             if window is None and self.right < 0:
                 limits["seqused_k"] = ends
-            else:
+            elif self.right != 0 or not level():  # a causal mask hides padding behind a sequence from its tokens
                 limits["kv_limit"] = ends[:, None].expand(-1, self.queries).contiguous()
         return rtkernels.attention(query, key, value, **limits)
 

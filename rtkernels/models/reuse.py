@@ -44,7 +44,8 @@ def free(*tensors: Tensor) -> None:
     """
     if not is_kept():
         for t in tensors:
-            t.untyped_storage().resize_(0)
+            if (storage := t.untyped_storage()).resizable():  # emulated kernels write to memory of their own
+                storage.resize_(0)
 
 
 def is_private(*tensors: Tensor | None) -> bool:

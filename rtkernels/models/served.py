@@ -20,6 +20,7 @@ from rtkernels.models.recognize import NotRecognized
 from rtkernels.nn.fp8_experts import E4M3, ExpertCodes, experts, group_ends
 from rtkernels.ops.gemm.fp8_operands import rows_of
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -75,7 +76,7 @@ class ServedLinear(_KeepsScales):
 
 def gated(down: nn.Module, gate_up: Tensor, act: str) -> Tensor | None:
     """Return ``down(glu(gate_up))`` with gated values stored only as codes, None if that is not possible."""
-    if type(down) is not ServedLinear or is_dynamo_compiling() or row_count(gate_up.shape) <= AS_IT_IS:
+    if type(down) is not ServedLinear or is_dynamo_compiling() or is_as_it_is(gate_up):
         return None
     if gate_up.dtype not in (torch.bfloat16, torch.float16) or gate_up.requires_grad or is_watched(down):
         return None
@@ -92,6 +93,11 @@ def _of_codes(
         left.q, weight, left.scale, weight_scale, recipe="block_1x128_128x128", bias=bias, out_dtype=dtype
     )
     return y.view(*q.shape[:-1], weight.shape[0])
+
+
+def is_as_it_is(x: Any) -> bool:
+    """Return True if a layer's input has so few rows that it is not quantised; never with batch invariance."""
+    return row_count(x.shape) <= AS_IT_IS and not level()
 
 
 def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,7 +132,7 @@ class _GradientOfInput(torch.autograd.Function):
 def _product(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     plain = not is_dynamo_compiling() and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
-        if plain and row_count(x.shape) <= AS_IT_IS:
+        if plain and is_as_it_is(x):
             y = rtkernels.scaled_mm(
                 x.reshape(-1, weight.shape[1]), weight, None, weight_scale, recipe="block_1x128_128x128", bias=bias
             )

@@ -12,6 +12,7 @@ inference mode       yes                                               dispatch 
 autocast             whether, and to which dtype                       dispatch keys in C++; the dtype
 default dtype        yes                                               where torch computes a part of the call
 deterministic mode   yes                                               where torch computes a part of the call
+batch invariance     the level, also in keys of plans                  the level; aten overrides are not replayed
 environment          nothing                                           RTKERNELS_DEBUG, if the call asked for it
 emulation            changing the target forgets all calls             likewise
 dispatch modes       such calls are neither recorded nor replayed      asked before anything else
@@ -32,14 +33,15 @@ from typing import Any
 
 import torch
 
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
 MISS = object()  # returned by a replay for a call that is not like the recorded one
 # Tests change each of these between two calls (``tests/contracts/test_depends.py``).
 ITEMS = (
     "tensors", "lazy negatives", "aliasing", "other arguments", "gradients", "inference mode", "autocast",
-    "default dtype", "deterministic mode", "environment", "emulation", "dispatch modes", "stream", "capture", "threads",
-    "plans",
+    "default dtype", "deterministic mode", "batch invariance", "environment", "emulation", "dispatch modes", "stream",
+    "capture", "threads", "plans",
 )  # fmt: skip
 MAX_PARTS = 16  # elements of a list among the arguments
 _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
@@ -95,7 +97,7 @@ def call_key(values: Iterable[Any]) -> tuple[Any, ...] | None:
     kind = "cpu" if key[0] < 0 else "cuda"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key += [torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()]
-    key.append(torch.are_deterministic_algorithms_enabled())
+    key += [torch.are_deterministic_algorithms_enabled(), level()]
     return tuple(key)
 
 

@@ -113,6 +113,12 @@ def _emulate(text: str) -> str | bool:
         raise ValueError("0, 1, or a target such as sm_80 or sm_90") from None
 
 
+def _level(text: str) -> int:
+    if text in ("0", "1", "2", "3"):
+        return int(text)
+    raise ValueError("0, 1, 2 or 3")
+
+
 VARIABLES: tuple[Variable, ...] = (
     Variable("RTKERNELS_CACHE_DIR", None, "directory of the kernel cache", _path),
     Variable("RTKERNELS_CACHE_EXTRA", (), f"read-only caches, separated by '{os.pathsep}'", _paths),
@@ -127,6 +133,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RTKERNELS_LINEINFO", False, "1: compile with -lineinfo, for profilers", _boolean),
     Variable("RTKERNELS_DEBUG", False, "1: check positions that only the device knows, and wait for it", _boolean),
     Variable("RTKERNELS_LOG", "warning", "warning, info or debug", _choice("warning", "info", "debug")),
+    Variable("RTKERNELS_BATCH_INVARIANT", 0, "level of rtkernels.batch_invariant: 0, 1, 2 or 3", _level),
     Variable("RTKERNELS_EMULATE", False, "1 or a target: run kernels on the host", _emulate),
 )
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "rtkernels"
 GROUND = {
     "errors", "_public", "runtime.progress",
     "runtime.checks", "runtime.cpus", "runtime.depends", "runtime.env", "runtime.layout", "runtime.suggest",
-    "runtime.targets", "runtime.torch_private",
+    "runtime.targets", "runtime.torch_private", "runtime.invariance",
 }  # fmt: skip
 # Families and what they may use of each other.
 FAMILIES = {

@@ -12,7 +12,7 @@ from rtkernels.runtime import env
 
 DOCUMENTED = {
     "CACHE_DIR", "CACHE_EXTRA", "CACHE_OWNERS", "CACHE", "CACHE_MAX_MB", "NO_COMPILE", "ARCH", "CUDA_INCLUDE",
-    "FALLBACK", "ENABLE", "LINEINFO", "DEBUG", "LOG", "EMULATE",
+    "FALLBACK", "ENABLE", "LINEINFO", "DEBUG", "LOG", "BATCH_INVARIANT", "EMULATE",
 }  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def test_env_defaults():
     expected = {
         "CACHE_DIR": None, "CACHE_EXTRA": (), "CACHE_OWNERS": (), "CACHE": "rw", "CACHE_MAX_MB": 512,
         "NO_COMPILE": False, "ARCH": None, "CUDA_INCLUDE": None, "FALLBACK": "off", "ENABLE": (),
-        "LINEINFO": False, "DEBUG": False, "LOG": "warning", "EMULATE": False,
+        "LINEINFO": False, "DEBUG": False, "LOG": "warning", "EMULATE": False, "BATCH_INVARIANT": 0,
     }  # fmt: skip
     assert {name: env.get(name) for name in DOCUMENTED} == expected
 

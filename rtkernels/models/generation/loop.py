@@ -16,6 +16,7 @@ from rtkernels.models.generation.cache import FixedCache, windows_of
 from rtkernels.models.generation.follow import DEPTH, RandomState, Ring
 from rtkernels.models.generation.state import State
 from rtkernels.models.generation.step import Program, Rows
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 FIRST_CAPACITY = 1024  # keys; doubled as often as needed
@@ -132,7 +133,7 @@ class _Call:
 
     def _program(self, capacity: int, vocabulary: int, like: Any) -> Program:
         """Return the program of a capacity for this call, with layers like those of a cache."""
-        state, key = self.state, (self.batch, capacity, self.key, self.bounded, *self.options.items())
+        state, key = self.state, (self.batch, capacity, self.key, self.bounded, level(), *self.options.items())
         if key in state.programs:
             state.programs.move_to_end(key)
             return state.programs[key]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.cache import Cache, check_cache, check_scale
 from rtkernels.ops.attention.checks import HALVES, Heads, strides
-from rtkernels.ops.attention.decode import Cache, check_cache, check_scale
 from rtkernels.ops.attention.decode_plan import CODES
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
 from rtkernels.ops.shared.positions import check_indices, check_positions

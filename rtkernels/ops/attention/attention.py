@@ -27,6 +27,7 @@ from rtkernels.ops.attention.problem import Attention
 from rtkernels.ops.attention.spread_heads import backward_of_copies, copies_of_heads
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
@@ -137,7 +138,8 @@ def _plan_backward(dout: Meta, dlse: Meta | None, out: Meta, given: Forward, nee
         given, out=strides(out), dout=strides(dout), dlse=dlse is not None, wants=wants, dq=dq, dk=dk, dv=dv
     )
     info = device_info(device)
-    copies = 1 if backends.splits_heads(problem, given.backend, info) else copies_of_heads(problem, info.sm_count)
+    whole = level() or backends.splits_heads(problem, given.backend, info)
+    copies = 1 if whole else copies_of_heads(problem, info.sm_count)
     if copies > 1:
         return Steps(instead=partial(backward_of_copies, BACKWARD.launch, copies))
     return backends.backward(problem, given.backend, device)

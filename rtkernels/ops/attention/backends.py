@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import decode_plan, mma_plan, sm90_backward_order, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.ops.shared.backend import Backend, Backends
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
@@ -22,6 +23,7 @@ ATTENTION: Backends[Attention] = Backends(
         Backend.of("sm90", sm90_plan),
         Backend.of("mma", mma_plan),
     ),
+    order=lambda problem, info: ("sm90", "mma") if level() else ("decode", "sm90", "mma"),
     functions=("attention", "attention_varlen", "mla_attention", "sdpa"),
     error=ArgumentError,
 )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import reference
+from rtkernels.ops.attention import paged, reference
+from rtkernels.ops.attention.backends import ATTENTION
+from rtkernels.ops.attention.cache import Cache, check_cache, check_scale
 from rtkernels.ops.attention.checks import (
     HALVES,
-    MAX_WIDTH,
     Heads,
-    check_cache_rows,
     check_factor,
     check_shared_heads,
     strides,
@@ -19,65 +21,17 @@ from rtkernels.ops.attention.checks import (
 from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.ops.attention.options import default_scale, window_sides
+from rtkernels.ops.attention.problem import Attention, Strides, dense
 from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
-from rtkernels.runtime.operator.plan import Memory, Steps
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
-
-
-class Cache(Argument):
-    """[pages, page size, heads, width], or [batch, length, heads, width]. Never copied."""
-
-    def check(self, given: dict[str, Meta | None]) -> None:
-        super().check(given)
-        meta = given[self.name]
-        if meta.dim() != 4:
-            raise ArgumentError(f"{self.name} has shape {tuple(meta.shape)}; expected 4 dimensions")
-        if not self.fits_kernel(meta) and meta.numel():
-            raise ArgumentError(
-                f"{self.name} has strides {tuple(meta.stride)}; expected neighbouring elements of a head, other "
-                f"strides and "
-                f"the address multiples of 16 bytes"
-            )
-
-    def fits_kernel(self, meta: Meta) -> bool:
-        """Return whether the kernels can use a cache with these strides."""
-        return Heads(self.name).fits(meta)
-
-
-def check_cache(
-    q: Meta, k_cache: Meta, v_cache: Meta, lengths: Meta, page_table: Meta | None, widest: int = MAX_WIDTH
-) -> None:
-    """Raise an ArgumentError unless the tensors of a cache fit together and to q [batch, length, heads, width]."""
-    if k_cache.dtype not in (q.dtype, *CODES):
-        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in (q.dtype, *CODES))
-        raise ArgumentError(
-            f"k_cache has dtype {str(k_cache.dtype).removeprefix('torch.')}; expected one of {expected}"
-        )
-    check_same("v_cache", v_cache.dtype, k_cache.dtype, "dtype", of="k_cache")
-    check_same(
-        "v_cache", tuple(v_cache.shape[:3]), tuple(k_cache.shape[:3]), "shape but for the last dimension", of="k_cache"
-    )
-    per_vector = 16 // k_cache.dtype.itemsize
-    for name, meta in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not 0 < meta.shape[-1] <= widest or meta.shape[-1] % per_vector:
-            raise ArgumentError(
-                f"{name} has heads of {meta.shape[-1]} elements; expected a multiple of {per_vector} to {widest}"
-            )
-    if k_cache.shape[-1] != q.shape[-1]:
-        raise ArgumentError(f"k_cache has heads of {k_cache.shape[-1]} elements; expected {q.shape[-1]}, those of q")
-    check_cache_rows(q, k_cache, lengths, page_table, "k_cache")
-
-
-def check_scale(name: str, scale: Meta | None, heads: int) -> None:
-    """Raise an ArgumentError unless the scales of a cache are one number, or one for each head."""
-    if scale is not None and tuple(scale.shape) not in ((), (1,), (heads,)):
-        raise ArgumentError(f"{name} has shape {tuple(scale.shape)}; expected () or ({heads},), one for each head")
 
 
 def _check(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, scale, softcap) -> None:
@@ -106,7 +60,7 @@ def _per_head(scale: Meta | None) -> int:
     return int(scale is not None and scale.numel() > 1)
 
 
-def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right, softcap, device) -> Steps:
+def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, sinks, scale, left, right, softcap, device) -> Steps:
     paged = page_table is not None
     call = Decode(
         token=DTYPE_TOKEN[q.dtype], codes=CODES.get(k_cache.dtype, 0), batch=q.shape[0], lq=q.shape[1],
@@ -116,7 +70,36 @@ def _plan(q, k_cache, v_cache, page_table, k_scale, v_scale, scale, left, right,
         q=strides(q)[:3], k=strides(k_cache)[:3], v=strides(v_cache)[:3], k_scale_head=_per_head(k_scale),
         v_scale_head=_per_head(v_scale), left=left, right=right, scale=scale, softcap=softcap,
     )  # fmt: skip
-    return steps(call, device)
+    if not level() or call.codes:
+        return steps(call, device)
+    if paged:
+        refuse("attention_decode_fwd with pages", "attention_decode calls the kernels of attention_varlen for them")
+    return _like_prefill(call, strides(q), strides(k_cache), strides(v_cache), sinks is not None, device)
+
+
+def _like_prefill(call: Decode, q: Strides, k: Strides, v: Strides, sinks: bool, device: int) -> Steps:
+    """Return the launches of ``attention``, so that a token has the bits that it has in a prompt."""
+    problem = Attention(
+        call.batch, call.heads_q, call.heads_kv, call.lq, call.lkv, call.d_qk, call.d_v, call.token, q, k, v,
+        dense(call.lq, call.heads_q, call.d_v, False), call.scale, call.left, call.right, call.softcap,
+        sinks="fp32" if sinks else None, lengths=True,
+    )  # fmt: skip
+    if call.lq == 1 and call.left < 0 and not sinks:  # query heads that share keys become queries that see all of them
+        group, width = problem.group, call.d_v
+        problem = problem._replace(
+            heads_q=call.heads_kv, lq=group, right=-1, q=q._replace(row=q.head, head=group * q.head),
+            out=Strides(call.heads_q * width, width, group * width),
+        )  # fmt: skip
+    found = ATTENTION.steps(problem, device)
+    names = {"k": "k_cache", "v": "v_cache", "bias": 0, "kv_limit": 0, "cu_q": 0, "cu_k": 0}
+
+    def renamed(argument: Any) -> Any:
+        if isinstance(argument, Boxes):
+            return argument._replace(name=names.get(argument.name, argument.name))
+        return names.get(argument, argument) if isinstance(argument, str) else argument
+
+    launches = [Step(step.launch, *map(renamed, step.arguments)) for step in found.steps]
+    return Steps(*launches, scratch=found.scratch, zeros=found.zeros)
 
 
 def gathered(
@@ -159,6 +142,15 @@ FORWARD = Operator(
     reference=_reference,
     check=_check,
 )  # fmt: skip
+
+
+def _over_pages(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sinks, *options) -> tuple[Tensor, Tensor]:
+    """Return out and lse by the kernels of ``attention_varlen``: a token has the bits that it has in a prompt."""
+    batch, lq, heads, _ = q.shape
+    ends = torch.arange(0, batch * lq + 1, max(lq, 1), dtype=torch.int32, device=q.device)
+    tensors = (q.flatten(0, 1), k_cache, v_cache, ends, lengths, page_table, k_scale, v_scale, sinks)
+    out, lse = paged.run(tensors, (*options, lq, page_table.shape[1] * k_cache.shape[1], "auto"), None)
+    return out.unflatten(0, (batch, lq)), lse.view(heads, batch, lq).transpose(0, 1).contiguous()
 
 
 @public
@@ -209,10 +201,17 @@ def attention_decode(
         float(check_number("softcap", softcap)),
     )  # fmt: skip
     refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
-    out, lse = FORWARD.call(*given)
+    invariant = level() and page_table is not None and k_cache.dtype == q.dtype
+    out, lse = _over_pages(*given) if invariant else FORWARD.call(*given)
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)
     return (out, lse) if return_lse else out
 
 
-OP = Op("decode", public=("attention_decode",), kernels=(DECODE, COMBINE, CLUSTER), torch_ops=(FORWARD,))
+OP = Op(
+    "decode",
+    public=("attention_decode",),
+    kernels=(DECODE, COMBINE, CLUSTER),
+    torch_ops=(FORWARD,),
+    uses=("attention", "paged"),
+)

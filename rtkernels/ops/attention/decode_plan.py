@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import decode_cluster_plan
 from rtkernels.ops.attention.mma_plan import tile_pitch
 from rtkernels.ops.attention.problem import Attention
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
@@ -113,7 +114,7 @@ def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo)
         codes: 0 for a cache of q's type.
         info: Of the device.
     """
-    if not codes and width == 128 and (shared := _shared_bytes(8, width, 0)) <= info.shared_per_block:
+    if not codes and not level() and width == 128 and (shared := _shared_bytes(8, width, 0)) <= info.shared_per_block:
         # One block per SM while that is enough. No splits once half of the SMs have a block: half read as fast as all.
         if blocks <= info.sm_count:
             return Arrangement(
@@ -126,7 +127,7 @@ def arrangement(blocks: int, lkv: int, width: int, codes: int, info: DeviceInfo)
     ) > 1024:
         warps //= 2
     resident = max(min(info.shared_per_block // shared, 4 if codes == 1 else 3 if codes or width == 64 else 2), 1)
-    return Arrangement(warps, shared, split_count(blocks, lkv, info.sm_count * resident))
+    return Arrangement(warps, shared, 1 if level() else split_count(blocks, lkv, info.sm_count * resident))
 
 
 def part_memory(splits: int, rows: int, width: int) -> dict[str, Memory]:
@@ -161,7 +162,7 @@ TENSORS = ("q", "k_cache", "v_cache", "lengths", "page_table", "k_scale", "v_sca
 
 def steps(call: Decode, device: int, tensors: Sequence[str | int] = TENSORS) -> Steps:
     """Return the launches of a call whose tensors have these names."""
-    alone = decode_cluster_plan.steps(call, device, tensors)
+    alone = None if level() else decode_cluster_plan.steps(call, device, tensors)
     if alone is not None:
         return alone
     width = next((d for d in _WIDTHS if max(call.d_qk, call.d_v) <= d), None)

@@ -9,6 +9,7 @@ import torch
 
 from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.ops.attention.problem import Strides
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, box_strides
@@ -85,7 +86,7 @@ class Scan(NamedTuple):
 
 def by_wgmma(token: str, d_k: int, d_v: int, cu: bool, length: int, device: int) -> bool:
     """Return whether scans of these shapes are those of ``lightning_sm90.cu``; all of a call have the same kernel."""
-    wgmma = "wgmma" in device_info(device).target.features
+    wgmma = "wgmma" in device_info(device).target.features and not level()  # it takes no packed sequences
     return wgmma and token == "bf16" and min(d_k, d_v) > _WIDTHS[0] and not cu and 0 < length < 1 << 30
 
 
@@ -94,6 +95,8 @@ def segment_count(batch: int, heads: int, width: int, rows: int, wgmma: bool, de
 
     States of segments take half of the work once more, so a device that is half full is left at that.
     """
+    if level():
+        return 1
     tiles, resident = (1, 1) if wgmma else (-(-width // _COLUMNS), _RESIDENT)
     blocks = max(tiles * heads * batch, 1)
     return max(min(resident * device_info(device).sm_count // blocks, rows // SEGMENT_ROWS), 1)

@@ -23,6 +23,7 @@ from rtkernels.ops.attention.options import default_scale
 from rtkernels.ops.shared.positions import check_indices
 from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
@@ -118,7 +119,11 @@ def _plan(
     box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
     row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
     # Registers are for one block an SM.
-    if box_rows:
+    if level():
+        splits = 1
+        if not box_rows and "wgmma" in info.target.features and lkv:
+            refuse("mla_decode", "pages are no multiples of 8 rows, and a cache in one piece is added in another order")
+    elif box_rows:
         splits = _split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
     else:
         splits = split_count(row_tiles * batch, lkv, info.sm_count)

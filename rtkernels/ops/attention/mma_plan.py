@@ -9,6 +9,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Strides, key_gradients
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, float_halves
@@ -187,6 +188,9 @@ def summary(problem: Attention, target: Target) -> str:
 
 def _forward_tile(problem: Attention, target: Target) -> Tiles:
     tiles = _forward_tiles(target)
+    if level():  # as many keys in a tile as for paged caches
+        keys = 64 if max(problem.d_qk, problem.d_v) <= 64 else 32
+        tiles = [t for t in tiles if t.keys == keys]
     return chosen([t for t in tiles if problem.bias is None or _takes_bias(t)], problem)
 
 

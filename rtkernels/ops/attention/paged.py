@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import backends, checks, reference
+from rtkernels.ops.attention.cache import Cache, check_scale
 from rtkernels.ops.attention.checks import HALVES, MAX_LENGTH, Heads, check_same, check_shared_heads, strides
-from rtkernels.ops.attention.decode import Cache, check_scale
 from rtkernels.ops.attention.decode_plan import CODES
 from rtkernels.ops.attention.paged_plan import KERNELS, PAGE_UNIT, Paged, one_each, steps
 from rtkernels.ops.shared.positions import check_indices

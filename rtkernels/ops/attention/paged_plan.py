@@ -15,7 +15,8 @@ from rtkernels.ops.attention import decode_plan
 from rtkernels.ops.attention.backends import packed_tail
 from rtkernels.ops.attention.mma_plan import head_section, tile_pitch
 from rtkernels.ops.attention.problem import Strides
-from rtkernels.ops.attention.sm90_forward_plan import Tile
+from rtkernels.ops.attention.sm90_forward_plan import BIAS_TILES, INVARIANT_TILE, Tile
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor, float_halves
@@ -58,7 +59,8 @@ TOKENS = Kernel(
     "table_row:i64",
     variants=[("fp32",)],
 )  # fmt: skip
-_SM90_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 128, 2))  # there are no registers for wider heads
+_SM90_TILES = (Tile(64, 64, 128, 2), INVARIANT_TILE)  # there are no registers for wider heads
+CAPPED_TILE = BIAS_TILES[-1]  # for a soft cap with batch invariance: the keys of contiguous caches
 SM90 = Kernel(
     "attention/attention_sm90_paged.cu", "attention_sm90_paged", template="T D BN EXTRAS", max_registers=168,
     needs=("wgmma",), tier="serve",
@@ -66,7 +68,8 @@ SM90 = Kernel(
     "sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_v:i64 unit:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 out_row:i64 out_head:i64 lse_head:i64 left:i64 right:i64 scale:f64 "
     "softcap:f64",
-    variants=[(t, tile.d_v, tile.keys, extras) for t in _TOKENS for tile in _SM90_TILES for extras in (0, 1)],
+    variants=[(t, tile.d_v, tile.keys, extras) for t in _TOKENS for tile in _SM90_TILES for extras in (0, 1)]
+    + [(t, CAPPED_TILE.d_v, CAPPED_TILE.keys, 1) for t in _TOKENS],
 )  # fmt: skip
 KERNELS = (PAGED, TOKENS, SM90)
 
@@ -112,7 +115,7 @@ class Paged(NamedTuple):
 
 def one_each(max_q: int, total: int, backend: str) -> bool:
     """Return whether sequences have at most one query, so that a call is decoding; it has one block row per query."""
-    return max_q == 1 and 0 < total <= 65535 and backend == "auto"
+    return max_q == 1 and 0 < total <= 65535 and backend == "auto" and not level()
 
 
 def unsupported_sm90(call: Paged, target: Target) -> str | None:
@@ -143,6 +146,8 @@ def steps(call: Paged, device: int) -> Steps:
     refused = unsupported_sm90(call, device_info(device).target)
     if call.backend == "sm90" and refused:
         raise ArgumentError(f"backend is 'sm90', which cannot run this: {refused}")
+    if level() and not call.codes and refused and "wgmma" in device_info(device).target.features:
+        refuse("attention over pages", f"keys in one piece are added in another order, because {refused}")
     by_wgmma = call.backend == "sm90" or (call.backend == "auto" and not refused)
     step, zeros = (_sm90 if by_wgmma else _mma)(call, device)
     shape, strides = (call.total, call.heads_q, call.d_v), Strides(0, *call.out)
@@ -159,6 +164,8 @@ def _tiles(call: Paged, rows: int) -> tuple[int, int]:
 
 def _sm90(call: Paged, device: int) -> tuple[Step, dict[str, int] | None]:
     tile = next(t for t in _SM90_TILES if max(call.d_qk, call.d_v) <= t.d_v)
+    if level() and call.softcap and tile.d_v == CAPPED_TILE.d_v:
+        tile = CAPPED_TILE
     rows, unit = 64 * tile.groups, math.gcd(call.page_size, tile.keys)
     tiles, section = _tiles(call, rows)
     blocks = min(device_info(device).sm_count, tiles * call.heads_kv)

@@ -84,6 +84,7 @@ QUANTIZE_QK = Operator(
     "attention_quantize_qk", (Heads("q", HALVES), Heads("k", HALVES)),
     options="bool e4m3, bool blocks, bool smooth, float scale", results="q_codes q_scales k_codes k_scales taken",
     outputs=_qk_outputs, plan=_qk_plan, reference=reference.quantize_qk, check=_check_qk, plans_empty=True,
+    not_invariant=(1, "a scale covers tokens around a token's own"),
 )  # fmt: skip
 
 
@@ -111,6 +112,7 @@ def _v_plan(v: Meta, e4m3: bool, device: int) -> Steps:
 QUANTIZE_V = Operator(
     "attention_quantize_v", (Heads("v", HALVES),), options="bool e4m3", results="codes scales", outputs=_v_outputs,
     plan=_v_plan, reference=reference.quantize_v, check=_check_v, plans_empty=True,
+    not_invariant=(1, "a scale covers all tokens"),
 )  # fmt: skip
 
 

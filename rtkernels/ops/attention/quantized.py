@@ -164,6 +164,7 @@ FORWARD = Operator(
     reference=reference.forward,
     check=_check,
     plans_empty=True,
+    not_invariant=(1, "a scale covers a block of tokens"),
 )  # fmt: skip
 plan.QUANTIZED.describe(attention_quantized_fwd=_problem)
 

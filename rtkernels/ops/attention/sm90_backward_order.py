@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.ops.attention.sm90_forward_plan import extras
+from rtkernels.runtime.invariance import level
 
 _KEYS = 128  # of a tile
 _L2_BYTES = 16 << 20  # of q, dout and sums of dq of heads that are worked on together
@@ -50,6 +51,8 @@ def parts_of_heads(problem: Attention, sm_count: int, tile_queries: int) -> int:
     p = problem
     if not splits_heads(p) or not {"k", "v"} & {*p.wants}:
         return 1
+    if level():
+        return next((n for n in range(2, p.group + 1) if p.group % n == 0), 1)
     tiles = p.batch * p.heads_kv * -(-p.lkv // _KEYS)
     steps = p.group * -(-p.lq // tile_queries)
     diagonal = p.left >= 0 or p.right >= 0
@@ -85,6 +88,8 @@ def backward_order(problem: Attention, sm_count: int, tile_queries: int, in_chun
     if p.left >= 0 or p.right >= 0:
         if not splits_heads(p) and p.group > 1:
             return Order(1, min(p.batch * p.heads_kv, 16), 1, False, False)
+        if level():  # dq of a tile of queries is added up from its last tile of keys on
+            return Order(parts, 1, tiles, False, False)
         if p.group > 1 and query_tiles > _MIN_QUERY_TILES and {"k", "v"} & {*p.wants}:
             parts = next(n for n in range(max(2, parts), p.group + 1) if p.group % n == 0 and p.group <= n * in_l2)
         longest_first = in_chunks and parts < p.group and 1 < tiles <= min(sm_count, _SHORT_CHUNK)
@@ -96,6 +101,6 @@ def backward_order(problem: Attention, sm_count: int, tile_queries: int, in_chun
     blocks, heads = min(sm_count, heads * tiles), min(heads, in_l2)
     chunks = -(-tiles // min(max(1, query_tiles * 3 // 5), blocks))
     together = -(-tiles // chunks)
-    if together == 1 or not in_chunks:
+    if together == 1 or not in_chunks or level():
         return Order(parts, heads, 1, False, False)
     return Order(parts, heads, together, False, True)

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from rtkernels.ops.attention.problem import Attention, Strides
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
@@ -38,6 +39,7 @@ TILES = (
     Tile(192, 192, 112, 2),
     Tile(256, 256, 80, 2),
 )
+INVARIANT_TILE = Tile(128, 128, 128, 2)  # with batch invariance: the keys of a tile are those of paged caches
 # Where scores are made element by element, with a bias and without one; there are no registers for a bias in the last.
 BIAS_TILES = (Tile(64, 64, 128, 2), Tile(128, 128, 96, 2))
 EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
@@ -52,7 +54,7 @@ FORWARD = Kernel(
     variants=[
         (t, *tile, extras)
         for t in ("bf16", "fp16")
-        for extras, tiles in ((0, TILES), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
+        for extras, tiles in ((0, (*TILES, INVARIANT_TILE)), (1, EXTRA_TILES[-1:]), (2, BIAS_TILES))
         for tile in tiles
     ],
 )  # fmt: skip
@@ -79,6 +81,8 @@ def forward_tile(problem: Attention) -> tuple[Tile, int]:
     p = problem
     tiles = EXTRA_TILES if extras(p) else TILES
     tile = min((t for t in tiles if t.d_qk >= p.d_qk and t.d_v >= p.d_v), key=lambda t: t.d_qk + t.d_v)
+    if level() and tiles is TILES and 64 < max(p.d_qk, p.d_v) <= 128:
+        tile = INVARIANT_TILE
     return tile, 0 if not extras(p) else 2 if tile in BIAS_TILES else 1
 
 

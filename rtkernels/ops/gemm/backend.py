@@ -5,12 +5,18 @@ from __future__ import annotations
 from rtkernels.ops.gemm import cluster_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
 from rtkernels.ops.gemm.product import BYTES, Product
 from rtkernels.ops.shared.backend import Backend, Backends
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.operator.plan import Steps
 
 _SKINNY_FIRST = 16  # rows up to which it is asked before the others (H200)
 _LATENCY_ROWS = {2: 32, 1: 16}  # by bytes of an element: up to which products of few weights are bound by latency
 _LATENCY_BYTES = 8 << 20  # of such weights, at most
+
+
+# With batch invariance: the first one that has a kernel for these types. Operands that TMA cannot read are copied, so
+# that alignment does not decide. Low-bit weights are never unpacked, because decoding reads them most often.
+_INVARIANT = ("sm90", "pad", "mma")
 
 
 def _is_latency(product: Product, info: DeviceInfo) -> bool:
@@ -28,6 +34,8 @@ def _leaves_sms_idle(product: Product, info: DeviceInfo) -> bool:
 
 def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
+    if level():
+        return _INVARIANT
     skinny = product.m <= _SKINNY_FIRST or _leaves_sms_idle(product, info)
     order = ("skinny", "sm90", "unpack", "mma") if skinny else ("sm90", "skinny", "unpack", "mma")
     order = ("cluster", *order) if _is_latency(product, info) else order
@@ -53,6 +61,6 @@ PRODUCTS: Backends[Product] = Backends(
         Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan),
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
-    order=_order, automatic=("auto", "rtkernels"), others=("torch",),
+    order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "unpack"),
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip

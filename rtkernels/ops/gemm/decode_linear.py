@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import checks, decode_plan, reference
 from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import check_same, row_stride
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator, Rows
@@ -129,7 +130,7 @@ def _reference(call: DecodeLinear) -> Tensor:
 
 FORWARD = Operator(
     "decode_linear", _TENSORS, options=_OPTIONS, numbers="eps offset factor", results="out", outputs=_outputs,
-    plan=_plan, reference=_reference, check=_describe,
+    plan=_plan, reference=_reference, check=_describe, not_invariant=(1, "k is split by the number of rows"),
 )  # fmt: skip
 
 
@@ -140,6 +141,8 @@ def unsupported(
     call = DecodeLinear(
         *map(meta_of, (a, b, scale_b)), None, None, None, packed, "silu" if gated else None, gated, False
     )
+    if level():
+        return "k is split by the number of rows, which batch invariance forbids"
     if not (a.is_cuda or a.get_device() < 0):
         return f"no kernels for {a.device}"
     return decode_plan.unsupported(_describe(call).product, device_info(a.get_device()).target)

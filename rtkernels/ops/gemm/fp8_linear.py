@@ -16,6 +16,7 @@ from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
 from rtkernels.runtime.layout import in_shape, row_count, token
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -66,6 +67,8 @@ class _Linear(torch.autograd.Function):
     ):  # fmt: skip
         ctx.set_materialize_grads(False)
         ways, codes, (w_q, w_scale, w_q_t, w_scale_t) = RECIPES[recipe], given[:4], given[4:]
+        if recipe == "tensor" and level():
+            refuse("fp8_linear with recipe 'tensor'", "a scale covers all rows")
         keep_x, keep_w, by_codes = weight.requires_grad, x.requires_grad, wgrad == "fp8"
         if codes[0] is None:
             flat = x.reshape(row_count(x.shape), x.shape[-1])
@@ -99,6 +102,8 @@ class _Linear(torch.autograd.Function):
         ways, (n, k) = RECIPES[recipe], ctx.weight_shape
         x_q_t, x_scale_t, x_scale, x, w_q_t, w_scale_t, w_scale, weight = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        if need_w:
+            refuse_weight_gradient("fp8_linear's gradient of the weight")
         flat = dy.reshape(row_count(ctx.x_shape), n)
         dx = dw = dbias = None
         if need_x or (need_w and x is None):

@@ -16,6 +16,7 @@ from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS, ScaledMm
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
@@ -199,7 +200,11 @@ def scaled_mm(
     options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
         raise ArgumentError("accumulate is True; expected out, which the result is added to")
+    if accumulate:
+        refuse_weight_gradient("scaled_mm with accumulate")
     if backend == "torch":
+        if level():
+            refuse("backend 'torch'", "its kernels are chosen by the number of rows")
         refuse_quantised_gradients("scaled_mm(backend='torch')", out)
         return torch_backend.scaled_mm(*tensors, *options, out, accumulate, quant_out)
     if quant_out is not None:

@@ -19,6 +19,7 @@ from rtkernels.ops.gemm.tile_choice import (
     GATED_TILES,
     LARGE,
     MAX_GROUPS,
+    NARROW,
     NO_SCALES,
     PLAIN,
     QUANTIZED,
@@ -35,6 +36,7 @@ from rtkernels.ops.gemm.tile_choice import (
     sharing_limit,
     tile_count,
 )  # fmt: skip
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps, box_strides
@@ -69,6 +71,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
                     yield (*types, False, False, *tile, scales, GATED)
         if pair[0] in FLOAT16:
+            yield (*types, False, False, *NARROW, NO_SCALES, PLAIN)
             for across in ((False, True), (True, False), (True, True)):
                 for tile in (LARGE, SMALL):
                     yield (*types, *across, *tile, NO_SCALES, PLAIN)
@@ -348,7 +351,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     """Return the tile of a product, and how many blocks share its k."""
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    tiles = [tile for tile in TILES[scales] if (*types, *tile, scales, finish) in _BUILT]
+    known = (*TILES[scales], NARROW) if level() else TILES[scales]
+    tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
     if p.quantized is not None or (finish == GATED and m > _GATED_ROWS):  # scales cover 128 columns of a tile
         tiles = [LARGE]
     if g is not None:
@@ -359,7 +363,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
         tiles = [tile for tile in tiles if tile not in BETWEEN]
     if only is not None:
         tiles = [only]
-    return choose(_size_of(p), scales, finish, sms, tiles, (LARGE,) if p.a.across and p.b.across else ())
+    whole = tiles if level() else (LARGE,) if p.a.across and p.b.across else ()  # sums along k must not depend on m
+    return choose(_size_of(p), scales, finish, sms, tiles, whole)
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:

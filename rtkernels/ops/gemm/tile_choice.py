@@ -50,6 +50,7 @@ COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 PINGPONG = Tile(2, 2, 128, 5, 2)
+NARROW = Tile(1, 1, 64, 12, 2)  # with batch invariance, where blocks do not share k: twice as many of them
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),

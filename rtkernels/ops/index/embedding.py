@@ -22,6 +22,7 @@ from rtkernels.ops.index.embedding_plan import (
     plan_fwd,
 )
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import OF_WEIGHTS
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_gradients
@@ -80,11 +81,12 @@ FORWARD = Operator(
 BACKWARD = Operator(
     "embedding_bwd", (Rows("dy"), Dense("ids", None)), options="SymInt rows, int start, int padding", results="grad",
     outputs=lambda dy, rows: (Memory((rows, dy.shape[-1]), dy.dtype),),
-    plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
+    plan=plan_bwd, reference=_reference_bwd, check=check_bwd, not_invariant=OF_WEIGHTS,
 )  # fmt: skip
 ADD = Operator(
     "embedding_bwd_into", (InPlace("main_grad", None), Rows("dy"), Dense("ids", None)),
     options="int start, int padding", results="", plan=plan_add, reference=_reference_add, check=check_add,
+    not_invariant=OF_WEIGHTS,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, Call, check, check_options
 from rtkernels.ops.loss.label_report import reported
 from rtkernels.runtime.checks import check_same
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.operator.declared import Operator, Primitive
 from rtkernels.runtime.operator.kinds import Argument, Dense, DenseFloat, InPlace, Meta, OwnRows, Rows
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
@@ -83,7 +84,9 @@ def _plan_grad(
     c = Call(logits, labels, ignore_index, numbers, softcap, device, ("logits", out, *names))
     stride = c.stride if out == "logits" else c.cols
     scratch = plans.row_memory(c.rows, accuracy) if reduction != NONE else {}
-    if softcap:  # limited by arithmetic, not by memory: a second read costs nothing
+    # With a soft cap, arithmetic is the limit and a second read costs nothing. With batch invariance, losses have the
+    # bits of a call without gradients.
+    if softcap or level():
         number = Memory((1,), torch.float32) if reduction == MEAN else Memory((1,), torch.float32, fill=1.0)
         factor = "factor" if reduction == MEAN else 0
         steps, zeros = _reduced(c, plans.forward_step(c, 0, c.cols), reduction, factor)
@@ -114,7 +117,7 @@ def _plan_chunk(
     names = "logits", "logits", "losses", "stats", "correct"
     c = Call(logits, labels, ignore_index, numbers, softcap, device, names)
     kept = {"kept": reported(device)["kept"]}
-    if softcap:
+    if softcap or level():
         scratch = {} if factor is not None else {"one": Memory((1,), torch.float32, fill=1.0)}
         dloss = "factor" if factor is not None else "one"
         gradient = plans.backward_step(c, dloss, False, "stats", 0, c.stride, 0, c.cols)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_shape, token
+from rtkernels.runtime.invariance import choice_rows, level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WIDTH, block_of, divisor, group_threads, reads_evict_first
@@ -205,8 +206,9 @@ def row_memory(rows: int, accuracy: bool) -> dict[str, Memory]:
 def forward_step(c: Call, first: int, vocabulary: int) -> Step:
     """Return the launch of cross_entropy_fwd for columns from `first` of a vocabulary."""
     info, vectors = device_info(c.device), c.vectors
-    limit = 512 if c.rows <= 2 * info.sm_count else _FORWARD_THREADS  # at most two blocks per SM
-    lower = min(_FORWARD_BATCHES, c.rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
+    rows = choice_rows(c.rows)
+    limit = 512 if rows <= 2 * info.sm_count else _FORWARD_THREADS  # at most two blocks per SM
+    lower = min(_FORWARD_BATCHES, rows * vectors // (1024 * info.sm_count * _FORWARD_BATCH))
     batches = max(1, lower, -(-vectors // (limit * _FORWARD_BATCH)))  # a part of a batch takes as long as a whole one
     threads = _group(vectors, limit, batches * _FORWARD_BATCH)
     launch = FWD.bind((c.t,), c.device, *row_grid(c.rows, threads))
@@ -243,7 +245,7 @@ def few_rows_blocks(vectors: int, rows: int, device: int, short: int, sums: bool
     They are if not all rows are resident, and for rows of up to `short` vectors unless few of them are to be summed up.
     """
     sms = device_info(device).sm_count
-    if rows > 2 * sms or (vectors <= short and not (sums and 2 * rows <= sms)):
+    if level() or rows > 2 * sms or (vectors <= short and not (sums and 2 * rows <= sms)):
         return 0
     blocks = _FEW_ROWS_BLOCKS if _clusters(device) else 1
     while blocks:

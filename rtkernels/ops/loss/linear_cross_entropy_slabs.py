@@ -18,6 +18,7 @@ from torch import Tensor
 from rtkernels.ops.loss import cross_entropy_operators as rows_ops
 from rtkernels.ops.loss.cross_entropy_parallel import combined
 from rtkernels.ops.loss.cross_entropy_plan import MEAN
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import nothing
 
@@ -176,4 +177,4 @@ def suits(rows: int, weight: Tensor, small: int) -> bool:
     """
     vocabulary, size = weight.shape
     slab_bytes = rows * vocabulary * weight.element_size()
-    return weight.dtype != torch.float32 and small < slab_bytes <= 4 * vocabulary * size
+    return not level() and weight.dtype != torch.float32 and small < slab_bytes <= 4 * vocabulary * size

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product, slab_columns
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 
 CHUNK_BYTES = 256 << 20  # logits of a slab by default, about
+_INVARIANT_COLUMNS = 1 << 14  # of a slab, with batch invariance
 _STEP = 128  # columns: given chunk_bytes are rounded down to so many
 _TILE = (128, 256)  # the largest tile of a product in cuBLAS
 _PAD = 8  # elements: rows of logits begin at multiples of 16 bytes
@@ -38,6 +40,8 @@ def padded(columns: int) -> int:
 
 def columns_of_slab(rows: int, vocabulary: int, itemsize: int, chunk_bytes: int, device: int) -> int:
     """Return the columns of a slab: as many as `chunk_bytes` hold, or for 0 about CHUNK_BYTES, in whole waves."""
+    if level():  # whatever chunk_bytes are: the columns of a slab decide how rows are summed up
+        return min(_INVARIANT_COLUMNS, vocabulary)
     a_column = max(rows, 1) * itemsize
     if chunk_bytes:
         columns = max(_STEP, chunk_bytes // a_column // _STEP * _STEP)
@@ -60,7 +64,7 @@ def rounded_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = Non
     rounded product). Products that may be split have fp32 results here, which are rounded after the bias is added.
     """
     rounds = out.is_cuda and out.dtype != torch.float32
-    if rounds and may_split(*out.shape, device_info(out.get_device()).sm_count):
+    if rounds and not level() and may_split(*out.shape, device_info(out.get_device()).sm_count):
         sums = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         add_product(sums, a, b, True)
         out.copy_(sums if bias is None else sums.add_(bias))

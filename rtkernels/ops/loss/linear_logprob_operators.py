@@ -25,6 +25,7 @@ from rtkernels.ops.loss.linear_logprob_head import (
 )
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
 from rtkernels.ops.loss.logprob_reference import Incoming, Scores
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
@@ -51,8 +52,9 @@ def _parts(
     parts, targets = row_memory(states, flat)
     kept = head.memory(len(weight)) if keep_logits else None
     memory = head.memory(head.columns) if kept is None else None
-    for start, end in [(0, len(weight))] if keep_logits else head.slabs():
-        logits = head.logits(start, end, memory if kept is None else kept)
+    whole = keep_logits and not level()
+    for start, end in [(0, len(weight))] if whole else head.slabs():
+        logits = head.logits(start, end, memory if kept is None else kept[:, start:])
         functions.add_parts(logits, flat, temperatures, parts, targets, options, wanted, start)
     return parts, targets, nothing(parts) if kept is None else kept
 
@@ -72,7 +74,8 @@ def _backward(
     incoming = Incoming(dlogprob, dentropy, dlse, dsquares, dmean)
     terms = functions.terms(flat, incoming, stats, entropy, log_sum_sq, options)
     in_place = head.dtype == hidden.dtype
-    slabs = [(0, len(weight))] if kept is not None and in_place else list(head.slabs())
+    whole = kept is not None and in_place and not level()
+    slabs = [(0, len(weight))] if whole else list(head.slabs())
     memory = head.memory(head.columns) if kept is None else None
     gradients = None if in_place else head.memory(head.columns, hidden.dtype)
     dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else nothing(states)

@@ -15,6 +15,7 @@ from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.label_report import report
 from rtkernels.ops.loss.linear_logprob_head import flat_rows
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import nothing
@@ -59,7 +60,7 @@ def suits(
     plain = bias is None and temperatures is None and softcap == 0.0 and logit_scale > 0.0
     if keep_logits or wanted & plans.SQUARES or not (one_id and plain) or hidden.dtype == torch.float32:
         return False
-    large = hidden.rows >= FEWEST[0] and weight.shape[0] >= FEWEST[1] and 0 < weight.shape[1] < 1 << 24
+    large = not level() and hidden.rows >= FEWEST[0] and weight.shape[0] >= FEWEST[1] and 0 < weight.shape[1] < 1 << 24
     return large and _aligned(hidden) and _aligned(weight) and TILES.supports(device_info(device).target)
 
 

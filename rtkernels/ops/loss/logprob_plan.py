@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss.label_report import report
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES, WIDTH, divisor, group_threads
@@ -63,7 +64,7 @@ def _plan_parts(
     temperature: float, device: int,
 ) -> Steps:  # fmt: skip
     rows, cols = logits.shape
-    limit = _MANY_THREADS if rows <= 2 * device_info(device).sm_count else _THREADS
+    limit = _MANY_THREADS if choice_rows(rows) <= 2 * device_info(device).sm_count else _THREADS
     vectors = cols // WIDTH[logits.token]
     batches = max(1, -(-vectors // (limit * _BATCH)))  # all of about as many vectors
     threads = _group(vectors, limit, batches * _BATCH)

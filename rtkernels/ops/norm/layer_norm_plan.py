@@ -13,6 +13,7 @@ from rtkernels.ops.norm.checks import check_gradients, check_inputs
 from rtkernels.ops.shared.bulk_ring import BulkRing, bulk_ring, copy_ring
 from rtkernels.ops.shared.column_sum import column_sum_step, parts_grid
 from rtkernels.runtime import layout
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import DeviceInfo, device_info, shared_limit
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WEIGHTED_TYPES, WIDTH, block_of, group_threads, vector_bytes
@@ -46,8 +47,8 @@ def _bulk_ring(info: DeviceInfo, rows: int, vectors: int, chunks: int, inputs: i
     """
     if chunks == 4:
         return bulk_ring(info, rows, vectors, 4, inputs, _RING_THREADS, _LONG_RING, 0, 4 * gain_bytes)
-    threads = group_threads(-(-vectors // 2), _RING_THREADS)
-    more = threads > 256 or (threads > 128 and 8 * info.sm_count < rows < 32 * info.sm_count)
+    threads, rows_of_sm = group_threads(-(-vectors // 2), _RING_THREADS), choice_rows(rows) / info.sm_count
+    more = threads > 256 or (threads > 128 and 8 < rows_of_sm < 32)
     max_threads = 384 if 64 < threads <= 128 else _RING_THREADS
     return bulk_ring(info, rows, vectors, 2, inputs, max_threads, (96 if more else 64) << 10, 0)
 
@@ -158,6 +159,7 @@ def _small_threads(info: DeviceInfo, rows: int, vectors: int, chunks: int) -> in
     """Return the threads of a row of layer_norm_fwd_small; 0 if rows are too many, or too long, for it."""
     per_thread = next((c for c in (1, 2) if vectors <= 512 * c), chunks)  # in the threads of this row
     threads = -(-vectors // (32 * per_thread)) * 32
+    rows = choice_rows(rows)
     return threads if threads <= _SMALL_THREADS and rows * threads <= _SMALL_THREADS * info.sm_count else 0
 
 

@@ -10,6 +10,7 @@ import torch
 from rtkernels.ops.norm import norm_fp8_ring_plan as ring
 from rtkernels.ops.norm.norm_fp8_shapes import outputs, smooth_outputs
 from rtkernels.ops.shared.fp8_layout import GROUP, groups_of
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, WEIGHTED_TYPES, WIDTH, block_of, group_threads, vector_bytes
@@ -130,6 +131,8 @@ def plan(given: Normed, device: int, single_read: bool = True) -> Steps:
     known = given.rstd is not None or given.residual is not None  # before the tiles begin
     matrix, plain = ring.Matrix(found.t, device, rows, cols, x_stride), not (given.centred or given.keep)
     options = {"weight_fp32": found.w != found.t, "pow2": int(given.pow2_scale), "offset": given.offset}
+    if level():
+        return _tile_steps(given, found, device)
     if known and found.aligned and plain and layout in ("transposed", "both") and ring.serves(matrix):
         return _ring_steps(given, found, matrix, options, device)
     alone = layout == "both" and found.aligned and single_read and not known and plain
@@ -174,7 +177,8 @@ def _tile_steps(given: Normed, found: _Rows, device: int) -> Steps:
     t, aligned, groups, row_tiles = found.t, found.aligned, groups_of(cols), groups_of(rows)
     stats, ticket, distance, makers, stats_rows = [], 0, row_tiles, 0, 0
     if given.rstd is None:
-        if aligned and given.residual is None and rows * cols * given.x.dtype.itemsize >= _TOGETHER_BYTES:
+        large = rows * cols * given.x.dtype.itemsize >= _TOGETHER_BYTES and not level()
+        if aligned and given.residual is None and large:
             stats_rows = _stats_rows(cols * given.x.dtype.itemsize, GROUP // WIDTH[t] * 16 // 32)
             makers = GROUP // stats_rows
             distance = -(-_STATS_DISTANCE_PER_SM * device_info(device).sm_count // (groups + makers))

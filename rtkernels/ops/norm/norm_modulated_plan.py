@@ -11,6 +11,7 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_quant import BLOCK
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, block_of, divisor, float_halves, group_threads, row_count, row_stride
@@ -144,7 +145,7 @@ def _threads_in_registers(given: Modulated, walk: _Walk, device: int) -> int | N
     """Return how many threads have a row in their registers, or None for a call that needs the kernel for all."""
     rows, span, each, quant = row_count(given.x.shape), given.span, given.per_vector, given.quant
     uniform = quant != "nvfp4" if given.x.dtype.itemsize == 4 else not walk.fp32_flags
-    many = rows * span > each * _WAVE_THREADS * device_info(device).sm_count or span > each * _MAX_THREADS
+    many = choice_rows(rows) * span > each * _WAVE_THREADS * device_info(device).sm_count or span > each * _MAX_THREADS
     vectors = 2 if many and quant != "nvfp4" else 1  # per thread: two if all SMs have work anyway
     threads = group_threads(-(-span // (each * vectors)), _MAX_THREADS)
     if quant == "block128":  # what shares a scale is one vector in each of these lanes

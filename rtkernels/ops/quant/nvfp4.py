@@ -15,6 +15,7 @@ from rtkernels.ops.shared import block_formats as formats
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import check_integer, check_number
@@ -58,6 +59,8 @@ def quantize_nvfp4(
         g = global_scale.detach()
     else:
         global_out = new_tensor((), torch.float32, x)
+        if global_scale is None and level():
+            refuse("quantize_nvfp4 without global_scale", "the largest element of all rows decides every row's codes")
         if global_scale is not None:
             static = float(check_number("global_scale", global_scale))
             if not 0 < static < float("inf"):

@@ -15,6 +15,7 @@ from rtkernels.ops.quant.quantize_fp8_kernels import KERNELS
 from rtkernels.ops.quant.quantize_fp8_operators import BOTH, DEQUANTIZE, QUANTIZE, STATIC
 from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -100,6 +101,11 @@ def quantize_fp8(
     if isinstance(scale, float | int) and not isinstance(scale, bool):
         scale = torch.full((), scale, dtype=torch.float32, device=x.device)
     if scale is None:
+        if level() and granularity not in ("row", "group"):
+            refuse(
+                f"quantize_fp8 with granularity {granularity!r}",
+                "a scale covers several rows (quantise weights before, or with fp8_weight)",
+            )
         if granularity == "channel":
             if scale_layout != "row" or with_transposed:
                 raise ArgumentError("granularity 'channel' requires scale_layout 'row' and layout 'row'")

@@ -23,6 +23,7 @@ from rtkernels.ops.shared.strided import (
     power_of_two,
     product,
 )
+from rtkernels.runtime.invariance import choice_rows, level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
@@ -113,6 +114,7 @@ def row_shape(results: int, units: int, per_sm: int, sm_count: int) -> tuple[int
         per_sm: Threads that an SM has at a time.
         sm_count: Number of SMs.
     """
+    results = choice_rows(results)
     threads = min(power_of_two(-(-units // 4)), 32)
     # As many as give all SMs something to do, as long as a thread has several accesses.
     while threads >= 32 and threads < _THREADS and results * threads < 0.6 * per_sm * sm_count and units > 8 * threads:
@@ -132,6 +134,8 @@ def column_shape(vectors: int, others: int, count: int, per_sm: int, sm_count: i
         per_sm: Threads that an SM has at a time.
         sm_count: Number of SMs.
     """
+    if level():
+        return _THREADS, 8, 1
     for across in (32, 16, 8, 4):  # without slices, if tiles of 64 bytes or more are enough for all SMs
         tiles = -(-vectors // across) * others
         for threads in (_THREADS, 2 * _THREADS, 4 * _THREADS):

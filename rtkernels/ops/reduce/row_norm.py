@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rtkernels.ops.shared.strided import TOKEN, power_of_two, product
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES
@@ -38,7 +39,7 @@ def launch_by_rows(
     aligned = starts == 0 and cols % vector == 0
     units = cols // vector if aligned else cols
     # A warp needs no barrier and has enough loads in flight; few rows get a block each.
-    in_blocks = units > warp_units or (units > 128 and rows < 8 * device_info(device).sm_count)
+    in_blocks = units > warp_units or (units > 128 and choice_rows(rows) < 8 * device_info(device).sm_count)
     threads = _THREADS if in_blocks else min(power_of_two(-(-units // 2)), 32)
     launch = kernel.bind((TOKEN[x.dtype],), device, -(-rows // (_THREADS // threads)), _THREADS)
     return launch, threads, int(aligned)

@@ -9,6 +9,7 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_shape
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES, WIDTH, block_of, group_threads, row_blocks, vector_bytes
@@ -107,7 +108,7 @@ def _step(
 
 def _row_cluster(info: DeviceInfo, rows: int, vectors: int) -> tuple[int, int] | None:
     """Return the blocks of a row of softmax_fwd_few_rows and their threads; None if other kernels are to be used."""
-    if "cluster" not in info.target.features or rows > info.sm_count or vectors < _FEW_ROWS_MIN:
+    if level() or "cluster" not in info.target.features or rows > info.sm_count or vectors < _FEW_ROWS_MIN:
         return None
     fit = [b for b in (1, 2, 4, 8) if vectors <= b * _CLUSTER_THREADS * _CLUSTER_VECTORS]
     if not fit:

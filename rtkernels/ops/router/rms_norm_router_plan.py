@@ -12,6 +12,7 @@ from rtkernels.ops.norm import norm_fp8_shapes as shapes
 from rtkernels.ops.router.router_gemm_kernels import EXACT
 from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.checks import token
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import vector_bytes
@@ -58,7 +59,7 @@ def outputs(x, router_weight, scale_layout):
 
 
 def _serves(x: Meta, weight: Meta | None, router: Meta, precision: int, device: int) -> bool:
-    if x.dtype != torch.bfloat16 or router.dtype != x.dtype or precision == EXACT:
+    if level() or x.dtype != torch.bfloat16 or router.dtype != x.dtype or precision == EXACT:
         return False
     rows, cols, pitch = x.rows, x.shape[-1], x.row_stride
     if cols not in _COLUMNS or router.shape[0] not in _EXPERTS or pitch < cols or rows >= 1 << 31:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rtkernels.ops.router import router_gemm_tiles as tiles
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
@@ -140,7 +141,7 @@ def _splits(device: int, tile_count: int, depth: int) -> tuple[int, int]:
 def forward_launch(
     device: int, token: str, count: int, rows: int, experts: int, depth: int, after_split: bool
 ) -> tuple[Launch, tiles.Tile]:
-    tile = tiles.forward_tile((rows, experts, depth), count, device_info(device).sm_count)
+    tile = tiles.forward_tile((choice_rows(rows), experts, depth), count, device_info(device).sm_count)
     groups = tile.rows // 64  # warpgroups that multiply, besides the one that fetches
     grid = _up(rows, tile.rows) * _up(experts, tile.columns) * tile.splits
     shared = tile.stages * tiles.ROW_BYTES * (tile.rows + count * tile.columns) + _SLACK

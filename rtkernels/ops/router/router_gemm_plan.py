@@ -13,6 +13,7 @@ from rtkernels.ops.quant.column_absmax import column_steps
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.ops.router.router_gemm_kernels import DEPTH, TILE, promote_blocks, terms
+from rtkernels.runtime.invariance import level, refuse_weight_gradient
 from rtkernels.runtime.layout import DTYPE_TOKEN, row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
@@ -131,7 +132,7 @@ def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: i
     right = work.aligned("weight", weight) if same else work.split("weight", weight, left.token, count)
     rows, experts, depth = left.rows, right.rows, left.cols
     if not work.wgmma:
-        out, splits = work.mma(left, right, (False, False), "y", torch.float32, True, "bias", right.scale)
+        out, splits = work.mma(left, right, (False, False), "y", torch.float32, not level(), "bias", right.scale)
         if splits > 1:
             work.add_up(out, "y", torch.float32, rows, experts, splits, bias="bias")
         return work.finished()
@@ -187,6 +188,7 @@ def _weight_gradient(
 
     `after_other`: the previous kernel of the stream is one of these, and nothing here comes from it.
     """
+    refuse_weight_gradient("the gradient of a router's weight")
     right = work.aligned("x", x)
     count, largest = terms("fp32", right.token, work.precision), 0
     left = work.aligned("dy", dy) if work.wgmma else None

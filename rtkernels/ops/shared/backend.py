@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 from rtkernels.errors import ArgumentError, RtkError, UnsupportedDeviceError
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Steps
@@ -90,7 +91,7 @@ class Backends(Generic[P]):
     def __init__(
         self, what: str, backends: Sequence[Backend[P]], *, functions: Sequence[str] = (),
         order: Callable[[P, DeviceInfo], Sequence[str]] | None = None, automatic: Sequence[str] = (AUTO,),
-        others: Sequence[str] = (), error: type[RtkError] = NoBackendError,
+        others: Sequence[str] = (), not_invariant: Sequence[str] = (), error: type[RtkError] = NoBackendError,
     ) -> None:  # fmt: skip
         """List the backends of a family.
 
@@ -101,12 +102,13 @@ class Backends(Generic[P]):
             order: ``(problem, device's info) -> names``: who is asked, if that depends on the problem.
             automatic: Values of ``backend=`` that leave the choice to this order.
             others: Values that public functions take and never pass on: "torch".
+            not_invariant: Backends that choose by the number of rows: refused by name with batch invariance.
             error: What is raised if no backend can run a problem.
         """
         self.what, self.functions, self._error = what, tuple(functions), error
         self._backends = {backend.name: backend for backend in backends}
         self._order = order or (lambda problem, info: tuple(self._backends))
-        self._automatic, self._others = tuple(automatic), tuple(others)
+        self._automatic, self._others, self._not_invariant = tuple(automatic), tuple(others), tuple(not_invariant)
         self.problems: dict[str, Callable[..., P]] = {}
         Backends.known.append(self)
 
@@ -155,6 +157,8 @@ class Backends(Generic[P]):
             RtkError: The `error` of the family. No backend can run it on this device, or the one asked for cannot.
         """
         info = device_info(device)
+        if wanted in self._not_invariant and level():
+            refuse(f"backend {wanted!r}", "it chooses by the number of rows")
         choice = self.choose(problem, info, wanted)
         if choice.backend is None:
             raise self._error(self._failure(problem, info, wanted, choice.refused))

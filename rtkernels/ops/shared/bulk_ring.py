@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.layout import group_threads
 
@@ -45,7 +46,7 @@ def copy_ring(
     """Return how such a kernel is launched; arguments as for ``bulk_ring``, and how many rows a ring has."""
     threads = group_threads(-(-vectors // chunks), _ROW_THREADS)
     limit = max_threads // threads if threads <= 32 else min(max_threads // threads, 15)
-    groups = max(1, min(limit, rows // info.sm_count))
+    groups = max(1, min(limit, choice_rows(rows) // info.sm_count))
     groups += -groups % (32 // min(threads, 32))  # whole warps
     shared = stages * groups * threads * 16 * chunks * inputs
     return CopyRing(threads, groups * threads, min(info.sm_count, -(-rows // groups)), shared)
@@ -73,7 +74,7 @@ def bulk_ring(
         return None
     # The fewest groups that have enough threads (decisions/norm.md, groups of a block).
     max_groups = min(max_threads // threads, -(-_ROW_THREADS // threads), 15 if threads > 32 else 32)
-    groups = max(1, min(max_groups, rows // info.sm_count))
+    groups = max(1, min(max_groups, choice_rows(rows) // info.sm_count))
     block = groups * threads
     stage_bytes = block * 16 * chunks * inputs
     others = groups * _BARRIERS + block * per_thread
@@ -82,6 +83,6 @@ def bulk_ring(
     if stages < 2:
         return None
     shared = stages * stage_bytes + others
-    if rows < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= max_threads:
+    if choice_rows(rows) < helped * groups * info.sm_count and threads > 32 and block + 32 * groups <= max_threads:
         block += 32 * groups
     return BulkRing(threads, block, min(info.sm_count, -(-rows // groups)), stages, groups, shared)

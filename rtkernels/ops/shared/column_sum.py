@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtkernels.runtime.invariance import refuse_weight_gradient
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, TYPES
@@ -40,6 +41,7 @@ def column_sum_step(
     The order of additions depends on the shape only. `partial` must come from the previous kernel of the stream or an
     earlier one. `overlaps`: that kernel lets this one start before it ends, and leaves room for its blocks.
     """
+    refuse_weight_gradient("the gradient of a weight or bias")
     info = device_info(device)
     # Two columns in a lane where there would be more blocks than can wait while the kernel before runs.
     pairs = int(overlaps and cols > 32 * info.sm_count and cols % 2 == 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rtkernels.runtime.invariance import level, refuse
+
 FORMATS = {"none": 0, "tensor": 1, "row": 1, "block128": 1, "nvfp4": 2}  # FORMAT of the template
 _GRANULARITY = {"row": 1, "block128": 2}
 _CODES = {torch.float8_e5m2: 1, torch.int8: 2}
@@ -35,5 +37,7 @@ def quant_flags(
     if quant == "none":
         return None, _OUT_FP32 * (codes == torch.float32 != dtype)
     if quant in ("tensor", "nvfp4") and no_scale:
+        if level():
+            refuse(f"quant={quant!r} without a scale", "the largest element of all rows decides every row's codes")
         return flags & ~_SWIZZLED | _AMAX_ONLY, flags | _FROM_AMAX
     return None, flags

@@ -14,6 +14,7 @@ from torch import Tensor
 from rtkernels.runtime.call import memory as memory_of
 from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Number, Record, Root, Trace, View
 from rtkernels.runtime.depends import MISS as MISS
+from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
 from rtkernels.runtime.layout import sharing
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
@@ -334,6 +335,8 @@ class _GuardedWriter(_Writer):
             }
             same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
             same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
+        self.scope |= LEVEL_SCOPE
+        same.append(f"{LEVEL_CODE} == {level()}")
         if self.trace.debug:
             self.scope["environ"] = os.environ
             same.append("not environ.get('RTKERNELS_DEBUG')")

@@ -14,13 +14,14 @@ import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.depends import meta_code, option_code
+from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level, refuse
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
 from rtkernels.runtime.operator.arguments import check_boolean
 from rtkernels.runtime.operator.by_name import by_name
-from rtkernels.runtime.operator.kinds import Argument, Meta
+from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised
 from rtkernels.runtime.operator.lists import Lists, Number, Tensors
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
 from rtkernels.runtime.operator.written import generated
@@ -45,6 +46,7 @@ class Declared:
         check_numbers: Callable[..., None] | None = None, prepare: Callable[..., tuple[Any, ...]] | None = None,
         plans_empty: bool = False, counts_versions: bool = True, tables: Tables | None = None,
         derived: tuple[str, Callable[..., tuple[float, ...]]] | None = None,
+        not_invariant: tuple[int, str] | None = None,
     ) -> None:  # fmt: skip
         """Declare ``torch.ops.rtkernels.<name>``.
 
@@ -77,9 +79,10 @@ class Declared:
                 the "table" instead of values, and "table" in its steps is the table's address.
             derived: For lists: names that steps use instead of `numbers`, and a function that computes their values
                 from `numbers`.
+            not_invariant: The level of batch invariance from which calls raise, and why.
         """
         declared = [*arguments, *(part.strip() for part in options.split(",") if part.strip())]
-        self.name, self.counts_versions = name, counts_versions
+        self.name, self.counts_versions, self.not_invariant = name, counts_versions, not_invariant
         self.arguments = tuple(a for a in declared if isinstance(a, Argument))
         self.names = tuple(a.split("=")[0].split()[-1] if isinstance(a, str) else a.name for a in declared)
         self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
@@ -122,7 +125,7 @@ class Declared:
                 continue
             meta = f"({meta_code(name)})"
             keys.append(f"None if {name} is None else {meta}" if kind.optional else meta)
-        return f"plans[{', '.join([*keys, *told_apart])},]"  # ``_build`` does not look at the last ones
+        return f"plans[{', '.join([*keys, *told_apart, LEVEL_CODE])},]"  # ``_build`` does not look at the last ones
 
     def _generate(self) -> dict[str, Any]:
         """Generate ``find`` and ``launch`` with a parameter for each argument, as ``TorchOp.call`` is.
@@ -161,6 +164,7 @@ def launch({names}):
             "active_traces": active_traces,
             "own_trace": own_trace,
             "operator": self,
+            **LEVEL_SCOPE,
         }
         return generated(source, f"<rtkernels plans of {self.name}>", scope)
 
@@ -180,6 +184,8 @@ def launch({names}):
         given = dict(zip(self.names, values, strict=True))
         for name in self._booleans:
             check_boolean(name, given[name])
+        if self.not_invariant is not None and level() >= self.not_invariant[0]:
+            refuse(self.name, self.not_invariant[1])
         for argument in self.arguments:
             argument.check(given)
             meta = given[argument.name]
@@ -208,7 +214,7 @@ def launch({names}):
             values.append(value if kind is None or value is None else Meta(*value))
         self.check(*values)
         for kind, value in zip(self._kinds, values, strict=True):
-            if kind is not None and value is not None and not kind.fits(value):
+            if kind is not None and value is not None and not self._fits(kind, value):
                 return None
         device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
         outputs = self._memory(values)
@@ -243,9 +249,19 @@ def launch({names}):
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
         for i, value in enumerate(self.values(*args)):
-            if isinstance(value, Meta) and not self._kinds[i].fits(value._replace(misaligned=args[i].data_ptr() & 15)):
-                copied[i] = self._kinds[i].copied(args[i])
+            if not isinstance(value, Meta):
+                continue
+            kind, value = self._kinds[i], value._replace(misaligned=args[i].data_ptr() & 15)
+            if not kind.fits(value):
+                copied[i] = kind.copied(args[i])
+            elif not self._fits(kind, value):
+                copied[i] = args[i].clone(memory_format=torch.contiguous_format)
         return tuple(copied)
+
+    @staticmethod
+    def _fits(kind: Argument, meta: Meta) -> bool:
+        """Return False for a tensor that must be copied; with batch invariance alignment must not choose a kernel."""
+        return kind.fits(meta) and (not level() or kind.written or is_vectorised(meta))
 
     # Running a call.
 

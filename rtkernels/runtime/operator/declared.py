@@ -15,6 +15,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.depends import option_code
+from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.declaration import Declared
@@ -106,8 +107,9 @@ class Operator(Declared, TorchOp):
         scope: dict[str, Any] = {
             "last_calls": (), "last_with": last_with, "StepPlan": StepPlan, "plans": self._plans,
             "check_numbers": self._check_numbers, "increment_version": torch.autograd.graph.increment_version,
+            **LEVEL_SCOPE,
         }  # fmt: skip
-        options = "".join(f"{self._option(name)}, " for name in self.option_names)
+        options = "".join(f"{self._option(name)}, " for name in self.option_names) + LEVEL_CODE + ","
         functions = f"{self._launch_lines()}\ndef options_of({names}):\n    return ({options})\n"
         return self._replay_lines(), functions, scope
 
@@ -134,7 +136,7 @@ class Operator(Declared, TorchOp):
             )
             run = f"returned = {run.removeprefix('return ')}; {counted}; return returned"
         assign = "".join(f"                {pointer} = {address}\n" for pointer, address in addresses.items())
-        same = f" and options == ({', '.join(options)},)" if options else ""
+        same = f" and options == ({', '.join([*options, LEVEL_CODE])},)"
         return f"""\
     global last_calls
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():

@@ -70,6 +70,15 @@ def misaligned(*metas: Meta | None) -> int:
     return bits
 
 
+def is_vectorised(meta: Meta) -> bool:
+    """Return True if a tensor's rows begin at multiples of 16 bytes, unless those of no dense tensor would."""
+    size = meta.dtype.itemsize
+    if meta.misaligned or not meta.shape or meta.shape[-1] * size % 16:
+        return not meta.misaligned or 0 in meta.shape
+    steps = [step for n, step in zip(meta.shape, meta.stride, strict=True) if n > 1]
+    return all(step in (0, 1) or step * size % 16 == 0 for step in steps)
+
+
 class Argument:
     """A tensor argument with any strides.
 

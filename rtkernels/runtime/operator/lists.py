@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE
 from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.plan import StepPlan
@@ -76,7 +77,7 @@ class Lists:
         self.run_names, self._derive = (derived[0].split(), derived[1]) if derived else (numbers, None)
         self.addresses = ["table", *(a.name for a in self._scalars)]
         given = {a.name for a in arguments}
-        plan = ", ".join([repr(operator), *(name for name in names if name not in given and name not in numbers)])
+        plan = ", ".join([repr(operator), *(n for n in names if n not in given and n not in numbers), LEVEL_CODE])
         first = self._lists[0].name
         listed = ", ".join(f"*([{a.name}] if len({a.name}) else [])" if a.optional else a.name for a in self._lists)
         checks = "".join(
@@ -118,6 +119,7 @@ def launch({", ".join(names)}):
             "derive": self._derive,
             "increment_versions": increment_versions,
             "plain_lists": (list, tuple),
+            **LEVEL_SCOPE,
         }
 
     def refuse_shared(self, args: Sequence[Any]) -> None:

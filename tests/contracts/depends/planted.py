@@ -49,6 +49,8 @@ DEFECTS = [
     _planted("deterministic mode is not compared", f"{_CALL}/codegen.py",
            'same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")', "pass",
            "smooth_factors()", "deterministic mode", "on"),
+    _planted("the level of batch invariance is not compared", f"{_CALL}/codegen.py",
+           'same.append(f"{LEVEL_CODE} == {level()}")', "pass", "layer_norm()", "batch invariance", "level 1"),
     _planted("the environment is not asked", f"{_CALL}/codegen.py",
            "if self.trace.debug:", "if False:", "append_kv_cache()", "environment", "beyond"),
     _planted("another target keeps its plans", "rtkernels/runtime/launch/device.py",

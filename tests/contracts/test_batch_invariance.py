@@ -1,0 +1,167 @@
+"""A contract of all public functions: what they promise inside of ``batch_invariant``, fuzzed with rows of a batch.
+
+Of every function that promises it, rows of results, and of the gradient of x, are compared with those of the same row
+alone, bit by bit. Neighbouring rows are large, infinite or NaN. Functions of sequences have tests of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.compare import running_on
+from support.places import at
+from torch import Tensor
+
+import rtkernels
+from contracts import test_dynamic_rows as dynamic
+from rtkernels import ArgumentError
+from rtkernels.ops.shared.batch_invariance import BATCH, MEANING, PROMISES, REFUSED, ROW, SEQUENCE, table
+from rtkernels.runtime.operator import registry
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = sorted({name for op in registry.ops() for name in op.public})
+rtk = rtkernels
+VOCABULARY = torch.randn(40, dynamic.HIDDEN, generator=torch.Generator().manual_seed(5))
+# Calls whose results have one row per row of x, in the place of those that reduce, or that look at x as a sequence.
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
+    "cross_entropy": lambda x, ids: rtk.cross_entropy(x, ids[:, 0], reduction="none"),
+    "jsd": lambda x, ids: rtk.jsd(x, x.detach() * 0.5, from_logits=True, reduction="none").sum(-1),
+    "kl_div": lambda x, ids: rtk.kl_div(x, x.detach() * 0.5, log_target=True, reduction="none").sum(-1),
+    "linear_cross_entropy": lambda x, ids: rtk.linear_cross_entropy(
+        x.bfloat16(), VOCABULARY.bfloat16(), ids[:, 0], reduction="none"
+    ),
+    "linear_logprob": lambda x, ids: rtk.linear_logprob(
+        x.bfloat16(), VOCABULARY.bfloat16(), ids[:, 0], return_entropy=True
+    ),
+    "softmax": lambda x, ids: rtk.softmax(x.bfloat16()),
+    "embedding": lambda x, ids: rtk.embedding(ids, VOCABULARY),
+    "quantize_nvfp4": lambda x, ids: rtk.quantize_nvfp4(x.detach(), global_scale=0.01)[:2],
+    "grouped_mm": lambda x, ids: rtk.grouped_mm(
+        x.bfloat16(), dynamic.STACK, offs=torch.full((2,), x.shape[0], dtype=torch.int32)
+    ),
+    "rms_norm, wide": lambda x, ids: rtk.rms_norm(x.repeat(1, 9), dynamic.WEIGHT.repeat(9)),
+    "layer_norm, wide": lambda x, ids: rtk.layer_norm(x.repeat(1, 9)),
+    "scaled_mm, bias": lambda x, ids: rtk.scaled_mm(x.bfloat16(), VOCABULARY.bfloat16(), bias=VOCABULARY[:, 0]),
+    "attention_decode, sequences": lambda x, ids: rtk.attention_decode(
+        dynamic._heads(x.detach()), *(dynamic._heads(x.detach()).unsqueeze(1).expand(-1, 9, -1, -1),) * 2,
+        1 + ids[:, 0].int(),
+    ),
+}  # fmt: skip
+# Positions, places and sizes of groups follow from the row's place in these calls, or rows are weights.
+OTHERWISE = {
+    "attention_varlen", "index_select", "jsd, labels", "jsd, sequences", "kl_div, one pass", "cross_entropy, one pass",
+    "grouped_mm_masked", "mla_rope", "moe_permute", "moe_permute_fp8", "moe_permute_smooth", "qk_norm_rope",
+    "qkv_split", "quantize_fp8_experts", "rope", "sort_chunks", "transpose", "transpose_experts", "gated_delta_rule",
+    "fp8_linear, tensor",
+}  # fmt: skip
+ROW_CALLS = sorted(
+    name for name in CALLS
+    if (name not in OTHERWISE and PROMISES[name.split(",")[0]].kind == ROW) or name == "attention_decode, sequences"
+)  # fmt: skip
+
+
+def test_every_public_function_promises_something() -> None:
+    assert sorted(PROMISES) == PUBLIC
+    assert {promise.kind for promise in PROMISES.values()} == {*MEANING}
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in (ROOT / "docs/how_to/batch_invariance.md").read_text()
+
+
+def _run(name: str, x: Tensor, ids: Tensor, gradient: bool) -> list[Tensor]:
+    x = x.clone().requires_grad_(gradient)
+    results = dynamic._tensors(CALLS[name](x, ids))
+    found = [] if not gradient else [g for g in dynamic._gradient(results, x) if g is not None]
+    return [*(t.detach() for t in results), *found]
+
+
+def _row(full: Tensor, alone: Tensor, i: int, rows: int) -> tuple[Tensor, Tensor] | None:
+    """Return row i of a result, and that of a call with this row only; None if there are no such rows."""
+    if full.dim() != alone.dim():
+        return None
+    dims = [d for d in range(full.dim()) if full.shape[d] != alone.shape[d]]
+    if len(dims) != 1 or full.shape[dims[0]] % rows or alone.shape[dims[0]] * rows != full.shape[dims[0]]:
+        return None
+    each = alone.shape[dims[0]]
+    return full.narrow(dims[0], i * each, each), alone
+
+
+@at("sm_80", "sm_90")
+@pytest.mark.parametrize("name", ROW_CALLS)
+def test_rows_do_not_depend_on_their_batch(name: str, place: str) -> None:
+    compared = 0
+    with running_on(place), rtkernels.batch_invariant(2):
+        for rows in (37, 5):
+            x, ids = dynamic._inputs(rows)
+            x[1], x[2] = 1e4 * x[1], torch.nan
+            full = _run(name, x, ids, gradient=True)
+            for i in (0, rows - 1):
+                alone = _run(name, x[i : i + 1], ids[i : i + 1], gradient=True)
+                for pair in (_row(*two, i, rows) for two in zip(full, alone, strict=True)):
+                    if pair is not None:
+                        compared += 1
+                        assert torch.equal(*(t.nan_to_num(nan=7.0) for t in pair)), (rows, i)
+    assert compared, "no result has rows"
+
+
+@at("sm_80", "sm_90")
+@pytest.mark.parametrize("name", sorted(name for name, promise in PROMISES.items() if promise.kind == REFUSED))
+def test_what_cannot_be_invariant_raises(name: str, place: str) -> None:
+    x, ids = dynamic._inputs(8)
+    with running_on(place), rtkernels.batch_invariant(1), pytest.raises(ArgumentError, match="batch-invariant"):
+        dynamic.CALLS[name](x, ids)
+    with running_on(place):
+        dynamic.CALLS[name](x, ids)
+
+
+REFUSALS: dict[str, Callable[[Tensor], Any]] = {
+    "fp8_linear": lambda x: rtk.fp8_linear(x, dynamic.WEIGHTS, recipe="tensor"),
+    "quantize_fp8": lambda x: rtk.quantize_fp8(x, granularity="tensor"),
+    "quantize_fp8, block": lambda x: rtk.quantize_fp8(x, granularity="block"),
+    "quantize_int8": lambda x: rtk.quantize_int8(x, granularity="tensor"),
+    "quantize_nvfp4": lambda x: rtk.quantize_nvfp4(x),
+    "rms_norm": lambda x: rtk.rms_norm(x, quant=rtk.Quant(dynamic.F8, granularity="tensor")),
+    "scaled_mm": lambda x: rtk.scaled_mm(x.bfloat16(), VOCABULARY.bfloat16(), backend="torch"),
+    "scaled_mm, skinny": lambda x: rtk.scaled_mm(x.bfloat16(), VOCABULARY.bfloat16(), backend="skinny"),
+}
+
+
+@at("sm_90")
+@pytest.mark.parametrize("name", REFUSALS)
+def test_options_that_cannot_be_invariant_raise(name: str, place: str) -> None:
+    x, _ = dynamic._inputs(8)
+    with running_on(place), rtkernels.batch_invariant(1), pytest.raises(ArgumentError, match="batch-invariant"):
+        REFUSALS[name](x)
+
+
+WEIGHT_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rms_norm": lambda x, w: rtk.rms_norm(x, w),
+    "layer_norm": lambda x, w: rtk.layer_norm(x, w),
+    "embedding": lambda x, w: rtk.embedding(torch.arange(4), w.expand(8, -1)),
+    "linear": lambda x, w: torch.nn.functional.linear(x.bfloat16(), w.expand(8, -1).bfloat16()),
+}
+
+
+@at("sm_80")
+@pytest.mark.parametrize("name", WEIGHT_GRADIENTS)
+def test_gradients_of_weights_raise_at_level_3(name: str, place: str) -> None:
+    x, _ = dynamic._inputs(4)
+    weight = dynamic.WEIGHT.clone().requires_grad_()
+    for level in (2, 3):
+        with running_on(place), rtkernels.batch_invariant(level):
+            loss = WEIGHT_GRADIENTS[name](x, weight).sum()
+            if level == 2:
+                loss.backward()
+                continue
+            with pytest.raises(ArgumentError, match="batch-invariant"):
+                loss.backward()
+
+
+def test_sequences_and_batches_are_declared() -> None:
+    kinds = [promise.kind for promise in PROMISES.values()]
+    assert kinds.count(SEQUENCE) >= 8 and kinds.count(BATCH) >= 8
