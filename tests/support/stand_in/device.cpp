@@ -4,6 +4,7 @@
 // ordinary host memory, and torch's own operators run as their CPU kernels on it (`run_on_cpu`). The Python side is
 // `__init__.py` in this folder.
 
+#include <set>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -500,12 +501,14 @@ PyObject* python_take_cpu_kernels(PyObject*, PyObject*) {
     static std::unique_ptr<torch::Library> library;
     if (library) Py_RETURN_NONE;
     library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    static const std::set<std::string> own = {"aten::empty", "aten::empty_strided", "aten::as_strided", "aten::view",
+                                              "aten::copy_", "aten::record_stream"};
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
         if (name.name.compare(0, 6, "aten::") != 0) continue;
         auto op = dispatcher.findOp(name);
         if (!op.has_value() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-            op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
+            (op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && (!at::hasCUDA() || own.count(name.name))))
             continue;
         const std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
         library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
