@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rtkernels import emulator
 from rtkernels.aten.elementwise import run, shares_partly
-from rtkernels.aten.expressions import PROMOTIONS, SCALARS, TENSORS, Expression, Forward
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, Kernels
-from rtkernels.aten.several import SeveralKernels, run_several, variant_of
 from rtkernels.aten.strides import overlaps_itself
 from rtkernels.aten.table import NotHandled
+from rtkernels.custom.expressions import PROMOTIONS, SCALARS, TENSORS, Expression, Forward
+from rtkernels.custom.several import SeveralKernels, run_several, variant_of
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.build import sources
 from rtkernels.runtime.launch.device import emulate_features
