@@ -27,23 +27,15 @@
 
 namespace rtk {
 
-template <typename G>
-struct BackwardArguments {
-    const float *lse, *delta;
-    float* dq_sums;
-    G *dk, *dv;
-    const i32 *lengths, *kv_limit, *cu_q, *cu_k;
-    u32 *counter, *order;
-    i64 batches, heads, heads_per_kv, lq, lkv, padded_rows, d_qk, d_v, dk_batch, dk_row, dk_head, dv_batch, dv_row,
-        dv_head, left, right, heads_together, together, ascending, resident, parts, limit_batch;
-    double scale, softcap;
-};
-
 template <typename T, typename G, int D, int EXTRAS>
 __global__ void __launch_bounds__(384, 1)
     attention_sm90_bwd(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                        const __grid_constant__ ptx::TensorMap v_map, const __grid_constant__ ptx::TensorMap dout_map,
-                       const __grid_constant__ BackwardArguments<G> args) {
+                       const float* lse, const float* delta, float* dq_sums, G* dk, G* dv, const i32* lengths,
+                       const i32* kv_limit, const i32* cu_q, const i32* cu_k, u32* counter, u32* order, i64 batches, i64 heads,
+                       i64 heads_per_kv, i64 lq, i64 lkv, i64 padded_rows, i64 d_qk, i64 d_v, i64 dk_batch, i64 dk_row,
+                       i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, i64 left, i64 right, i64 heads_together,
+                       i64 together, i64 ascending, i64 resident, i64 parts, i64 limit_batch, double scale, double softcap) {
     constexpr int BQ = BackwardTile<D>::kQueries, BN = kBackwardKeys, kConsumers = 8, kStages = 2;
     using KTile = Boxed<BN, D>;
     using QTile = Boxed<BQ, D>;
@@ -68,14 +60,14 @@ __global__ void __launch_bounds__(384, 1)
     static_assert(WarpHandover::kBytes <= 48, "records are aligned to 16 bytes");
     auto memory_at = [&](ptx::SharedAddress address) { return memory + (address - ptx::shared_address(memory)); };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
-    const u32 tiles = static_cast<u32>(ceil_div(args.lkv, BN));
-    const u32 kv_heads = static_cast<u32>(args.heads / args.heads_per_kv);
-    const u32 count = tiles * kv_heads * static_cast<u32>(args.batches);
-    const u32 query_tiles = static_cast<u32>(args.padded_rows / BQ);  // of a head, in all sequences
+    const u32 tiles = static_cast<u32>(ceil_div(lkv, BN));
+    const u32 kv_heads = static_cast<u32>(heads / heads_per_kv);
+    const u32 count = tiles * kv_heads * static_cast<u32>(batches);
+    const u32 query_tiles = static_cast<u32>(padded_rows / BQ);  // of a head, in all sequences
     WarpHandover numbers(memory_at(handover), warp == kConsumers);  // claimed in order, each only when it is needed
     auto tile_at = [&](u32 index) {
-        return KeyTile(index, tiles, kv_heads, static_cast<u32>(args.batches), static_cast<u32>(args.heads_together),
-                       static_cast<u32>(args.together), args.ascending != 0);
+        return KeyTile(index, tiles, kv_heads, static_cast<u32>(batches), static_cast<u32>(heads_together),
+                       static_cast<u32>(together), ascending != 0);
     };
 
     if (threadIdx.x == 0) {
@@ -101,26 +93,23 @@ __global__ void __launch_bounds__(384, 1)
         auto next_tile = [&] {
             numbers.state = {static_cast<int>(taken % 2), taken / 2 % 2};
             const u32 index = numbers.give([&] {
-                if (args.resident != 0 && taken != 0) ptx::mbarrier_wait(unblocked, (taken - 1) % 2);
-                const u32 drawn = atomicAdd(args.counter, 1u);
+                if (resident != 0 && taken != 0) ptx::mbarrier_wait(unblocked, (taken - 1) % 2);
+                const u32 drawn = atomicAdd(counter, 1u);
                 if (drawn < count) {
                     const KeyTile tile = tile_at(drawn);
-                    const Sequence sequence =
-                        sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+                    const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
                     const KeyRecord record{records + taken % 4 * KeyRecord::kBytes};
-                    record.put(0, tile.n, tile.head, args.cu_q == nullptr ? tile.batch : 0,
-                               sequence.k_row + tile.n * BN);
-                    record.put(1, sequence.q_row,
-                               static_cast<int>(padded_row(tile.batch, sequence, args.lq, args.cu_q != nullptr)),
+                    record.put(0, tile.n, tile.head, cu_q == nullptr ? tile.batch : 0, sequence.k_row + tile.n * BN);
+                    record.put(1, sequence.q_row, static_cast<int>(padded_row(tile.batch, sequence, lq, cu_q != nullptr)),
                                sequence.lq, sequence.keys);
-                    const Mask mask(sequence, args.left, args.right);
+                    const Mask mask(sequence, left, right);
                     const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
                     if (any.empty()) {
                         record.put(2, 0, 0, 0, 0);
                     } else {
-                        const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(args.together));
-                        record.put(2, queries.count() * static_cast<int>(args.heads_per_kv), queries.first,
-                                   queries.last, queries.start);
+                        const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
+                        record.put(2, queries.count() * static_cast<int>(heads_per_kv), queries.first, queries.last,
+                                   queries.start);
                     }
                 }
                 return drawn;
@@ -138,11 +127,11 @@ __global__ void __launch_bounds__(384, 1)
                 pipe.acquire(state);
                 const ptx::SharedAddress full = pipe.expect(state, QTile::kBytes + kStatBytes);
                 const Raw<16> keys = tile.keys(), rows = tile.rows();
-                const int head = static_cast<int>(keys.w[1]) * static_cast<int>(args.heads_per_kv) + h;
+                const int head = static_cast<int>(keys.w[1]) * static_cast<int>(heads_per_kv) + h;
                 QTile::fetch(tiles_at + state.stage * QTile::kBytes, map, full, static_cast<int>(rows.w[0]) + m * BQ, head,
                              static_cast<int>(keys.w[2]));
-                ptx::bulk_load(rows_at + state.stage * kStatBytes,
-                               from + (head * args.padded_rows + rows.w[1] + m * BQ), kStatBytes, full);
+                ptx::bulk_load(rows_at + state.stage * kStatBytes, from + (head * padded_rows + rows.w[1] + m * BQ), kStatBytes,
+                               full);
                 tile.advance(m, h);
             }
         };
@@ -150,7 +139,7 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
             while (next_tile()) {
                 const KeyRecord tile{records + (taken - 1) % 4 * KeyRecord::kBytes};
-                if (lane == 0) fetch(tile, q_pipe, q_tiles, q_map, lse_rows, args.lse);
+                if (lane == 0) fetch(tile, q_pipe, q_tiles, q_map, lse_rows, lse);
                 __syncwarp();
             }
         } else if (warp == kConsumers + 1) {  // fetches k, v and dout
@@ -165,11 +154,11 @@ __global__ void __launch_bounds__(384, 1)
                     const ptx::SharedAddress full = kv_pipe.expect(kv_state, empty ? 0 : 2 * KTile::kBytes);
                     if (!empty) {
                         const Raw<16> keys = tile.keys();
-                        const int head = static_cast<int>(keys.w[1] / static_cast<u32>(args.parts));
+                        const int head = static_cast<int>(keys.w[1] / static_cast<u32>(parts));
                         KTile::fetch(k_tile, k_map, full, keys.w[3], head, keys.w[2]);
                         KTile::fetch(v_tile, v_map, full, keys.w[3], head, keys.w[2]);
                     }
-                    fetch(tile, do_pipe, do_tiles, dout_map, delta_rows, args.delta);
+                    fetch(tile, do_pipe, do_tiles, dout_map, delta_rows, delta);
                 }
                 __syncwarp();
             }
@@ -185,11 +174,10 @@ __global__ void __launch_bounds__(384, 1)
                     for (u32 left_over = tile.queries().w[0]; left_over > 0; --left_over) {
                         if (uses++ % 2 == buffer) {
                             const PipelineState<1> state{0, (uses - 1) / 2 % 2};
-                            const DqPlace<D> place(tile, m, h, args.order, query_tiles, args.heads_per_kv, args.left,
-                                                   args.right, args.together);
+                            const DqPlace<D> place(tile, m, h, order, query_tiles, heads_per_kv, left, right, together);
                             place.wait();
                             if (left_over <= 2) ptx::mbarrier_arrive(unblocked);  // the last step of this warp
-                            place.send(buffer, state, dq_pipes, dq_tile, args.dq_sums);
+                            place.send(buffer, state, dq_pipes, dq_tile, dq_sums);
                         } else if (left_over == 1 && tile.queries().w[0] == 1) {
                             ptx::mbarrier_arrive(unblocked);
                         }
@@ -205,8 +193,8 @@ __global__ void __launch_bounds__(384, 1)
     ptx::registers_take<240>();
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
-    const float factor = static_cast<float>(args.scale) * kLog2e;
-    const float by_cap = args.softcap <= 0.0 ? 0.0f : 1.0f / (static_cast<float>(args.softcap) * kLog2e);
+    const float factor = static_cast<float>(scale) * kLog2e;
+    const float by_cap = softcap <= 0.0 ? 0.0f : 1.0f / (static_cast<float>(softcap) * kLog2e);
     const ptx::SharedAddress own_k = k_tile + group * 64 * kTileRow, own_v = v_tile + group * 64 * kTileRow;
     numbers.makes = false;
     u32 taken = 0, uses = 0;
@@ -227,8 +215,8 @@ __global__ void __launch_bounds__(384, 1)
         const PipelineState<1> kv_state{0, taken % 2};
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
         const KeyTile tile = tile_at(index);
-        const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
-        const Mask mask(sequence, args.left, args.right);
+        const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+        const Mask mask(sequence, left, right);
         const Interval any = mask.queries_any(tile.n * BN, tile.n * BN + BN);
         float dk_sums[D / 2], dv_sums[D / 2];
 #pragma unroll
@@ -236,10 +224,10 @@ __global__ void __launch_bounds__(384, 1)
 
         if (!any.empty()) {
             const Interval all = mask.queries_all(tile.n * BN + group * 64, tile.n * BN + group * 64 + 64);
-            const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(args.together));
-            const int steps = queries.count() * static_cast<int>(args.heads_per_kv);
+            const QueryOrder<BQ> queries(mask, any, tile.n, static_cast<int>(together));
+            const int steps = queries.count() * static_cast<int>(heads_per_kv);
             kv_pipe.wait(kv_state);
-            if (tile.n * BN + BN > sequence.keys && (args.lengths != nullptr || args.cu_k != nullptr)) {
+            if (tile.n * BN + BN > sequence.keys && (lengths != nullptr || cu_k != nullptr)) {
                 overwrite(k_tile, sequence.keys - tile.n * BN, KTile::kBoxBytes, 2 * KTile::kBoxes);  // v is stored after k
                 ptx::named_barrier_sync(1, 256);
             }
@@ -280,7 +268,7 @@ __global__ void __launch_bounds__(384, 1)
                 float s[BQ / 2], dp[BQ / 2];
                 u32 p[BQ / 16][4], ds[BQ / 16][4];
                 q_pipe.wait(state);
-                if (args.cu_q != nullptr && m * BQ + BQ > sequence.lq) {
+                if (cu_q != nullptr && m * BQ + BQ > sequence.lq) {
                     do_pipe.wait(state);
                     overwrite(q_tile, sequence.lq - m * BQ, QTile::kBoxBytes, QTile::kBoxes);
                     overwrite(do_tile, sequence.lq - m * BQ, QTile::kBoxBytes, QTile::kBoxes);
@@ -300,7 +288,7 @@ __global__ void __launch_bounds__(384, 1)
                 const float* const delta_row =
                     reinterpret_cast<const float*>(memory_at(delta_rows + state.stage * kStatBytes)) + 2 * t;
                 if constexpr (EXTRAS != 0) {  // scores for now, probabilities once dp has arrived
-                    make_scores(s, static_cast<float>(args.scale), static_cast<float>(args.softcap));
+                    make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
                 } else {
 #pragma unroll
                     for (int j = 0; j < BQ / 8; ++j) {
@@ -313,26 +301,24 @@ __global__ void __launch_bounds__(384, 1)
                         }
                     }
                 }
-                if ((EXTRAS != 0 && args.kv_limit != nullptr) || m * BQ < all.first || m * BQ + BQ > all.end) {
+                if ((EXTRAS != 0 && kv_limit != nullptr) || m * BQ < all.first || m * BQ + BQ > all.end) {
                     u32 here = index;
                     ptx::forget(here);  // as below
                     const KeyTile at = tile_at(here);
-                    const Sequence rows = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+                    const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
                         const int key = at.n * BN + own_row + 8 * r, own = key - (rows.keys - rows.lq) - m * BQ - 2 * t;
-                        const int from = key >= rows.keys ? BQ
-                                         : args.right < 0 ? -BQ
-                                                          : own - static_cast<int>(args.right);
-                        const int to = args.left < 0 ? BQ : own + static_cast<int>(args.left) + 1;
+                        const int from = key >= rows.keys ? BQ : right < 0 ? -BQ : own - static_cast<int>(right);
+                        const int to = left < 0 ? BQ : own + static_cast<int>(left) + 1;
 #pragma unroll
                         for (int j = 0; j < BQ / 8; ++j)
 #pragma unroll
                             for (int c = 0; c < 2; ++c) {
                                 bool seen = 8 * j + c >= from && 8 * j + c < to;
-                                if (EXTRAS != 0 && args.kv_limit != nullptr) {
+                                if (EXTRAS != 0 && kv_limit != nullptr) {
                                     const int i = m * BQ + 8 * j + 2 * t + c;
-                                    seen = seen && i < rows.lq && key < args.kv_limit[at.batch * args.limit_batch + i];
+                                    seen = seen && i < rows.lq && key < kv_limit[at.batch * limit_batch + i];
                                 }
                                 if (!seen) s[4 * j + 2 * r + c] = EXTRAS != 0 ? negative_infinity() : 0.0f;
                             }
@@ -414,15 +400,14 @@ __global__ void __launch_bounds__(384, 1)
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above
         const KeyTile at = tile_at(index);
-        const Sequence own = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, nullptr);
+        const Sequence own = sequence_at(at.batch, lq, lkv, cu_q, cu_k, nullptr);
         const int rows = own.keys - at.n * BN;
         const i64 first_row = own.k_row + at.n * BN;
-        const float by_scale[2] = {static_cast<float>(args.scale), static_cast<float>(args.scale)},
-                    as_is[2] = {1.0f, 1.0f};
-        store_rows(args.dk + (at.batch * args.dk_batch + at.head * args.dk_head + first_row * args.dk_row), args.dk_row,
-                   own_row, rows, static_cast<int>(args.d_qk), dk_sums, by_scale);
-        store_rows(args.dv + (at.batch * args.dv_batch + at.head * args.dv_head + first_row * args.dv_row), args.dv_row,
-                   own_row, rows, static_cast<int>(args.d_v), dv_sums, as_is);
+        const float by_scale[2] = {static_cast<float>(scale), static_cast<float>(scale)}, as_is[2] = {1.0f, 1.0f};
+        store_rows(dk + (at.batch * dk_batch + at.head * dk_head + first_row * dk_row), dk_row, own_row,
+                   rows, static_cast<int>(d_qk), dk_sums, by_scale);
+        store_rows(dv + (at.batch * dv_batch + at.head * dv_head + first_row * dv_row), dv_row, own_row,
+                   rows, static_cast<int>(d_v), dv_sums, as_is);
     }
 }
 

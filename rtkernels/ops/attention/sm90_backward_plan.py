@@ -14,7 +14,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 BACKWARD = Kernel(
-    "attention/attention_sm90_bwd.cu", "attention_sm90_bwd", template="T G D EXTRAS", max_registers=168, struct=True,
+    "attention/attention_sm90_bwd.cu", "attention_sm90_bwd", template="T G D EXTRAS", max_registers=168,
     needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap dout_map:tmap lse:ptr delta:ptr dq_sums:ptr dk:ptr dv:ptr lengths:ptr "
     "kv_limit:ptr cu_q:ptr "
