@@ -14,8 +14,9 @@ the functions that it finds)::
 
 Tensors on it are CUDA tensors to torch (``is_cuda``, dispatch keys, guards in C++, autograd's device thread); a small
 extension (``device.cpp``, built with the host compiler at the first use) gives torch an allocator, a device guard and
-kernels for CUDA tensors; in a CUDA build they replace torch's own. Torch's own operators run as their CPU kernels on the same memory. Of rtkernels only
-what talks to the driver is replaced: loading kernels, the driver's launch functions and tensor maps.
+kernels for CUDA tensors; in a CUDA build they replace torch's own. Torch's own operators run as their CPU kernels on
+the same memory. Of rtkernels only what talks to the driver is replaced: loading kernels, the driver's launch functions
+and tensor maps.
 
 ``launch="count"`` counts launches and computes nothing: for host time. An allocation and a launch cost another time
 than on a machine with a GPU, so host times are to be compared with those of another tree, measured likewise, only
