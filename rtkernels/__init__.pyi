@@ -18,10 +18,10 @@ from rtkernels.aten import disable as disable
 from rtkernels.aten import enable as enable
 from rtkernels.aten import report as report
 from rtkernels.aten import use as use
-from rtkernels.aten.custom import pointwise as pointwise
 from rtkernels.aten.invariant import batch_invariant as batch_invariant
 from rtkernels.aten.invariant import set_batch_invariant as set_batch_invariant
 from rtkernels.calibration import Calibration as Calibration
+from rtkernels.custom.pointwise import pointwise as pointwise
 from rtkernels.emulator import emulate as emulate
 from rtkernels.errors import ArgumentError as ArgumentError
 from rtkernels.errors import KernelCompileError as KernelCompileError

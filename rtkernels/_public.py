@@ -131,7 +131,7 @@ OTHERS = {
     "enable": "aten",
     "report": "aten",
     "use": "aten",
-    "pointwise": "aten.custom",
+    "pointwise": "custom.pointwise",
     "explain": "ops.shared.explain",
     "capabilities": "runtime.launch.capabilities",
     "Workspace": "runtime.launch.capabilities",

@@ -40,40 +40,51 @@ RTK_DEVICE void store_pair(u8* cache, i64 at, i64 step, float first, float secon
     }
 }
 
+template <typename T>
+struct AppendArguments {
+    const T *k, *v;
+    u8 *k_cache, *v_cache;
+    const i32 *lengths, *table, *slots, *positions;
+    const void *cosines, *sines;
+    const float *k_scale, *v_scale;
+    i64 tokens, length, heads, d_k, d_v, capacity, page_size, table_row, k_batch, k_row, k_head, v_batch, v_row, v_head,
+        k_cache_page, k_cache_row, k_cache_head, k_cache_step, v_cache_page, v_cache_row, v_cache_head, v_cache_step,
+        k_scale_head, v_scale_head, angles, angle_row, angle_type, interleaved;
+};
+
 template <typename T, int CODES>
-__global__ void __launch_bounds__(256)
-    append_kv_cache(const T* k, const T* v, u8* k_cache, u8* v_cache, const i32* lengths, const i32* table, const i32* slots,
-                    const i32* positions, const void* cosines, const void* sines, const float* k_scale, const float* v_scale,
-                    i64 tokens, i64 length, i64 heads, i64 d_k, i64 d_v, i64 capacity, i64 page_size, i64 table_row,
-                    i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 k_cache_page,
-                    i64 k_cache_row, i64 k_cache_head, i64 k_cache_step, i64 v_cache_page, i64 v_cache_row,
-                    i64 v_cache_head, i64 v_cache_step, i64 k_scale_head, i64 v_scale_head, i64 angles, i64 angle_row, i64 angle_type, i64 interleaved) {
+__global__ void __launch_bounds__(256) append_kv_cache(const __grid_constant__ AppendArguments<T> args) {
     const bool values = blockIdx.y == 1;
     const i64 warp = static_cast<i64>(blockIdx.x) * (blockDim.x / kWarp) + threadIdx.x / kWarp;
-    if (warp >= tokens * heads) return;
+    if (warp >= args.tokens * args.heads) return;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const i64 head = warp % heads, token = warp / heads, batch = token / length;
-    const i64 position = positions != nullptr ? positions[token] : lengths == nullptr ? 0 : lengths[batch] + token % length;
+    const i64 head = warp % args.heads, token = warp / args.heads, batch = token / args.length;
+    const i64 position = args.positions != nullptr ? args.positions[token]
+                         : args.lengths == nullptr ? 0
+                                                   : args.lengths[batch] + token % args.length;
 
     i64 page = batch, place = position;
-    if (slots != nullptr) {
-        if (slots[token] < 0) return;
-        page = slots[token] / page_size, place = slots[token] % page_size;
-        if (page >= capacity) return;  // pages of the cache
+    if (args.slots != nullptr) {
+        if (args.slots[token] < 0) return;
+        page = args.slots[token] / args.page_size, place = args.slots[token] % args.page_size;
+        if (page >= args.capacity) return;  // pages of the cache
     } else {
-        if (position < 0 || position >= capacity) return;  // positions of a sequence
-        if (table != nullptr) page = table[batch * table_row + position / page_size], place = position % page_size;
+        if (position < 0 || position >= args.capacity) return;  // positions of a sequence
+        if (args.table != nullptr)
+            page = args.table[batch * args.table_row + position / args.page_size], place = position % args.page_size;
     }
-    const T* const from = values ? v + batch * v_batch + token % length * v_row + head * v_head
-                                 : k + batch * k_batch + token % length * k_row + head * k_head;
-    u8* const cache = values ? v_cache : k_cache;
-    const i64 first = values ? page * v_cache_page + place * v_cache_row + head * v_cache_head
-                             : page * k_cache_page + place * k_cache_row + head * k_cache_head;
-    const i64 step = values ? v_cache_step : k_cache_step;
-    const float* const scale = values ? v_scale : k_scale;
-    const float inverse = scale == nullptr ? 1.0f : 1.0f / scale[head * (values ? v_scale_head : k_scale_head)];
-    const int width = static_cast<int>(values ? d_v : d_k);
-    const int half = values || cosines == nullptr ? 0 : static_cast<int>(angles);  // pairs that are rotated
+    const T* const from = values
+                              ? args.v + batch * args.v_batch + token % args.length * args.v_row + head * args.v_head
+                              : args.k + batch * args.k_batch + token % args.length * args.k_row + head * args.k_head;
+    u8* const cache = values ? args.v_cache : args.k_cache;
+    const i64 first = values ? page * args.v_cache_page + place * args.v_cache_row + head * args.v_cache_head
+                             : page * args.k_cache_page + place * args.k_cache_row + head * args.k_cache_head;
+    const i64 step = values ? args.v_cache_step : args.k_cache_step;
+    const float* const scale = values ? args.v_scale : args.k_scale;
+    const float inverse =
+        scale == nullptr ? 1.0f : 1.0f / scale[head * (values ? args.v_scale_head : args.k_scale_head)];
+    const int width = static_cast<int>(values ? args.d_v : args.d_k);
+    const int half = values || args.cosines == nullptr ? 0 : static_cast<int>(args.angles);  // pairs that are rotated
 
     for (int d = 2 * lane; d < width; d += 2 * kWarp) {
         float x[2];
@@ -82,16 +93,16 @@ __global__ void __launch_bounds__(256)
             float y[2] = {x[1], x[0]};  // partners
             int angle[2] = {d / 2, d / 2};
             bool lower[2] = {true, false};
-            if (interleaved == 0) {
+            if (args.interleaved == 0) {
                 load_keep<T, 2>(from + (d < half ? d + half : d - half), y);
                 lower[0] = lower[1] = d < half;
                 angle[0] = d < half ? d : d - half, angle[1] = angle[0] + 1;
             }
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const i64 at = position * angle_row + angle[c];
-                const float cosine = load_any(cosines, static_cast<int>(angle_type), at);
-                const float sine = load_any(sines, static_cast<int>(angle_type), at);
+                const i64 at = position * args.angle_row + angle[c];
+                const float cosine = load_any(args.cosines, static_cast<int>(args.angle_type), at);
+                const float sine = load_any(args.sines, static_cast<int>(args.angle_type), at);
                 x[c] = lower[c] ? x[c] * cosine - y[c] * sine : x[c] * cosine + y[c] * sine;
             }
         }

@@ -70,18 +70,42 @@ __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) dsinks[head] = sum;
 }
 
-#define RTK_ATTENTION_BACKWARD_ARGS                                                                                      \
-    i64 pairs, i64 heads, i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row, \
-        i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch, i64 dout_row,  \
-        i64 dout_head, i64 lse_batch, i64 lse_head, i64 count, i64 bias_type, i64 bias_batch, i64 bias_head, i64 bias_row, \
-        i64 bias_column, i64 limit_batch, i64 left, i64 right, i64 scale_factor, i64 softcap_inverse
+template <typename T>
+struct GradTensors {
+    const T *q, *k, *v, *dout;
+    const float* stats;
+    const void* bias;
+    const i32 *lengths, *kv_limit, *cu_q, *cu_k;
+};
+
+template <typename T>
+struct QueryGrads {
+    T* dq;
+    i64 dq_batch, dq_row, dq_head;
+};
+
+template <typename T>
+struct KeyGrads {
+    T *dk, *dv;
+    i64 dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head;
+};
+
+struct GradNumbers {
+    i64 pairs, heads, group, tiles, section, lq, lkv, d_qk, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head,
+        v_batch, v_row, v_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, count, bias_type, bias_batch,
+        bias_head, bias_row, bias_column, limit_batch, left, right, scale_factor, softcap_inverse;
+};
+
+template <typename T>
+struct QueryGradArguments : GradTensors<T>, QueryGrads<T>, GradNumbers {};
+
+template <typename T>
+struct KeyGradArguments : GradTensors<T>, KeyGrads<T>, GradNumbers {};
 
 // dQ of 64 queries of a head, 16 per warp. Grid and loop over keys as in the forward kernel.
 template <typename T, int DQK, int DV, int BN>
 __global__ void __launch_bounds__(kBackwardThreads, 2)
-    attention_mma_dq(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
-                     const i32* lengths, const i32* kv_limit, const i32* cu_q, const i32* cu_k, T* dq, i64 dq_batch,
-                     i64 dq_row, i64 dq_head, RTK_ATTENTION_BACKWARD_ARGS) {
+    attention_mma_dq(const __grid_constant__ QueryGradArguments<T> args) {
     using QTile = MmaTile<DQK>;
     using VTile = MmaTile<DV>;
     constexpr int BM = kBackwardRows, kPart = BN < 32 ? BN : 32, kKeyTiles = kPart / 8;
@@ -100,43 +124,47 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     int begin, end;  // tiles of keys
     float log_sum[2], delta[2];
     {
-        const QueryBlock own = query_block<BM, BN>(tiles, section, pairs, heads, lq, lkv, cu_q, cu_k, lengths, left, right,
-                                                   kv_limit != nullptr);
+        const QueryBlock own =
+            query_block<BM, BN>(args.tiles, args.section, args.pairs, args.heads, args.lq, args.lkv, args.cu_q,
+                                args.cu_k, args.lengths, args.left, args.right, args.kv_limit != nullptr);
         if (!own.exists()) return;
         begin = own.begin, end = own.end;
         const int i0 = own.i0, rows = own.sequence.lq - i0;
         if (threadIdx.x == 0) {
-            walk.k = k + own.first_key(k_batch, k_row, k_head, group);
-            walk.v = v + own.first_key(v_batch, v_row, v_head, group);
+            walk.k = args.k + own.first_key(args.k_batch, args.k_row, args.k_head, args.group);
+            walk.v = args.v + own.first_key(args.v_batch, args.v_row, args.v_head, args.group);
             walk.block = own;
         }
         __syncthreads();
         if (begin < end) {
-            QTile::template fetch<BM, kBackwardThreads>(q_tile, q + own.first_query(q_batch, q_row, q_head), q_row, rows,
-                                                        static_cast<int>(d_qk) / 8);
-            VTile::template fetch<BM, kBackwardThreads>(g_tile, dout + own.first_query(dout_batch, dout_row, dout_head), dout_row,
-                                                        rows, static_cast<int>(d_v) / 8);
+            QTile::template fetch<BM, kBackwardThreads>(q_tile,
+                                                        args.q + own.first_query(args.q_batch, args.q_row, args.q_head),
+                                                        args.q_row, rows, static_cast<int>(args.d_qk) / 8);
+            VTile::template fetch<BM, kBackwardThreads>(
+                g_tile, args.dout + own.first_query(args.dout_batch, args.dout_row, args.dout_head), args.dout_row,
+                rows, static_cast<int>(args.d_v) / 8);
         }
         const WarpRows mine(16);
-        stats += own.batch * lse_batch + own.head * lse_head + own.sequence.q_row;
+        const float* const stats =
+            args.stats + own.batch * args.lse_batch + own.head * args.lse_head + own.sequence.q_row;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = i0 + mine.row + mine.lane / 4 + 8 * r;
             log_sum[r] = i < own.sequence.lq ? stats[i] : -negative_infinity();
-            delta[r] = i < own.sequence.lq ? stats[count + i] : 0.0f;
+            delta[r] = i < own.sequence.lq ? stats[args.count + i] : 0.0f;
         }
     }
     auto fetch = [&](int tile) {
         const int j0 = tile * BN, rows = walk.block.sequence.keys - j0, stage = tile & 1;
-        QTile::template fetch<BN, kBackwardThreads>(k_tiles + stage * kKBytes, walk.k + j0 * k_row, k_row, rows,
-                                                    static_cast<int>(d_qk) / 8);
-        VTile::template fetch<BN, kBackwardThreads>(v_tiles + stage * kVBytes, walk.v + j0 * v_row, v_row, rows,
-                                                    static_cast<int>(d_v) / 8);
+        QTile::template fetch<BN, kBackwardThreads>(k_tiles + stage * kKBytes, walk.k + j0 * args.k_row, args.k_row,
+                                                    rows, static_cast<int>(args.d_qk) / 8);
+        VTile::template fetch<BN, kBackwardThreads>(v_tiles + stage * kVBytes, walk.v + j0 * args.v_row, args.v_row,
+                                                    rows, static_cast<int>(args.d_v) / 8);
         ptx::cp_async_commit();
     };
     if (begin < end) fetch(begin);
-    const ScoreRule rule{scale_factor, softcap_inverse};
-    const bool plain = bias == nullptr && rule.softcap() == 0.0f;
+    const ScoreRule rule{args.scale_factor, args.softcap_inverse};
+    const bool plain = args.bias == nullptr && rule.softcap() == 0.0f;
 
     float sums[DQK / 8][4];
     clear_sums(sums);
@@ -162,8 +190,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                 const int i = walk.block.i0 + mine.row + mine.lane / 4 + 8 * r;
                 int first = 0, end_here = i < walk.block.sequence.lq ? kPart : 0;  // valid keys of this part, from j0 on
                 if (!whole) {
-                    const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.block.batch * limit_batch;
-                    const SeenKeys seen{Mask(walk.block.sequence, left, right), limits};
+                    const i32* const limits =
+                        args.kv_limit == nullptr ? nullptr : args.kv_limit + walk.block.batch * args.limit_batch;
+                    const SeenKeys seen{Mask(walk.block.sequence, args.left, args.right), limits};
                     first = seen.lo(i) - j0, end_here = min(end_here, seen.hi(i) - j0);
                 }
                 if (plain) {
@@ -174,8 +203,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                             grad_of_product(s[n][2 * r + c], dp[n][2 * r + c], log_sum[r], delta[r], rule,
                                             8 * n + c >= first && 8 * n + c < end_here);
                 } else {
-                    const i64 offset = walk.block.batch * bias_batch + walk.block.head * bias_head;
-                    const BiasRows added(bias, bias_type, offset, bias_row, bias_column);
+                    const i64 offset = walk.block.batch * args.bias_batch + walk.block.head * args.bias_head;
+                    const BiasRows added(args.bias, args.bias_type, offset, args.bias_row, args.bias_column);
 #pragma unroll
                     for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
@@ -195,17 +224,15 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     }
     const WarpRows mine(16);
     const QueryBlock& own = walk.block;
-    store_rows<T>(dq + own.first_query(dq_batch, dq_row, dq_head), dq_row, sums, rule.scale(), mine.row, own.sequence.lq - own.i0,
-                  static_cast<int>(d_qk), mine.lane);
+    store_rows<T>(args.dq + own.first_query(args.dq_batch, args.dq_row, args.dq_head), args.dq_row, sums, rule.scale(),
+                  mine.row, own.sequence.lq - own.i0, static_cast<int>(args.d_qk), mine.lane);
 }
 
 // dK and dV (PARTS: 1 and 2, 3 for both) of 64 keys of a head, 16 per warp, summed over the query heads of the group
 // and, for each head, over tiles of BQ queries. Scores are transposed: rows are keys.
 template <typename T, int DQK, int DV, int BQ, int PARTS>
 __global__ void __launch_bounds__(kBackwardThreads, 2)
-    attention_mma_dkv(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
-                      const i32* lengths, const i32* kv_limit, const i32* cu_q, const i32* cu_k, T* dk, T* dv, i64 dk_batch,
-                      i64 dk_row, i64 dk_head, i64 dv_batch, i64 dv_row, i64 dv_head, RTK_ATTENTION_BACKWARD_ARGS) {
+    attention_mma_dkv(const __grid_constant__ KeyGradArguments<T> args) {
     constexpr bool kMakesK = PARTS & 1, kMakesV = PARTS & 2;
     using QTile = MmaTile<DQK>;
     using VTile = MmaTile<DV>;
@@ -230,52 +257,58 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     static_assert(2 * BQ <= kBackwardThreads, "a number for each thread");
     int length = 0, steps = 0;  // tiles of queries, for one head and for all
     {
-        const HeadTile own(tiles, section, pairs, heads / group);
+        const HeadTile own(args.tiles, args.section, args.pairs, args.heads / args.group);
         const int j0 = own.number * BM;  // with a causal mask, the first keys meet the most queries
         const int head_kv = own.head, batch = own.batch;
-        const Sequence sequence = sequence_at(batch, lq, lkv, cu_q, cu_k, lengths);
-        const int rows_k = cu_k == nullptr ? static_cast<int>(lkv) : cu_k[batch + 1] - cu_k[batch];  // used or not
+        const Sequence sequence = sequence_at(batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+        const int rows_k =
+            args.cu_k == nullptr ? static_cast<int>(args.lkv) : args.cu_k[batch + 1] - args.cu_k[batch];  // used or not
         if (j0 >= rows_k) return;
-        const Mask mask(sequence, left, right);
+        const Mask mask(sequence, args.left, args.right);
         const Interval any = mask.queries_any(j0, j0 + BM);
         const int begin = any.empty() ? 0 : any.first / BQ;
         if (!any.empty()) length = (any.end + BQ - 1) / BQ - begin;
-        steps = length * static_cast<int>(group);
+        steps = length * static_cast<int>(args.group);
         if (threadIdx.x == 0) {
-            const i64 head = head_kv * group;
-            walk.q = q + batch * q_batch + static_cast<i64>(sequence.q_row) * q_row + head * q_head;
-            walk.dout = dout + batch * dout_batch + static_cast<i64>(sequence.q_row) * dout_row + head * dout_head;
-            walk.stats = stats + batch * lse_batch + head * lse_head + sequence.q_row;
+            const i64 head = head_kv * args.group;
+            walk.q = args.q + batch * args.q_batch + static_cast<i64>(sequence.q_row) * args.q_row + head * args.q_head;
+            walk.dout = args.dout + batch * args.dout_batch + static_cast<i64>(sequence.q_row) * args.dout_row +
+                        head * args.dout_head;
+            walk.stats = args.stats + batch * args.lse_batch + head * args.lse_head + sequence.q_row;
             walk.sequence = sequence;
-            walk.all = kv_limit == nullptr ? mask.queries_all(j0, j0 + BM) : Interval{0, 0};
+            walk.all = args.kv_limit == nullptr ? mask.queries_all(j0, j0 + BM) : Interval{0, 0};
             walk.batch = batch, walk.head_kv = head_kv, walk.j0 = j0, walk.rows_k = rows_k, walk.begin = begin;
         }
         __syncthreads();
         if (steps > 0) {
             const i64 first = sequence.k_row + static_cast<i64>(j0);
-            k += batch * k_batch + first * k_row + head_kv * k_head;
-            v += batch * v_batch + first * v_row + head_kv * v_head;
-            QTile::template fetch<BM, kBackwardThreads>(k_tile, k, k_row, sequence.keys - j0, static_cast<int>(d_qk) / 8);
-            VTile::template fetch<BM, kBackwardThreads>(v_tile, v, v_row, sequence.keys - j0, static_cast<int>(d_v) / 8);
+            const T* const k = args.k + batch * args.k_batch + first * args.k_row + head_kv * args.k_head;
+            const T* const v = args.v + batch * args.v_batch + first * args.v_row + head_kv * args.v_head;
+            QTile::template fetch<BM, kBackwardThreads>(k_tile, k, args.k_row, sequence.keys - j0,
+                                                        static_cast<int>(args.d_qk) / 8);
+            VTile::template fetch<BM, kBackwardThreads>(v_tile, v, args.v_row, sequence.keys - j0,
+                                                        static_cast<int>(args.d_v) / 8);
         }
     }
     auto fetch = [&](int step) {
         const int head = step / length, i0 = (walk.begin + step - head * length) * BQ, stage = step & 1;
         const int rows = walk.sequence.lq - i0;
-        QTile::template fetch<BQ, kBackwardThreads>(q_tiles + stage * kQBytes, walk.q + i0 * q_row + head * q_head, q_row, rows,
-                                                    static_cast<int>(d_qk) / 8);
-        VTile::template fetch<BQ, kBackwardThreads>(g_tiles + stage * kGBytes, walk.dout + i0 * dout_row + head * dout_head,
-                                                    dout_row, rows, static_cast<int>(d_v) / 8);
+        QTile::template fetch<BQ, kBackwardThreads>(q_tiles + stage * kQBytes,
+                                                    walk.q + i0 * args.q_row + head * args.q_head, args.q_row, rows,
+                                                    static_cast<int>(args.d_qk) / 8);
+        VTile::template fetch<BQ, kBackwardThreads>(g_tiles + stage * kGBytes,
+                                                    walk.dout + i0 * args.dout_row + head * args.dout_head,
+                                                    args.dout_row, rows, static_cast<int>(args.d_v) / 8);
         const int thread = static_cast<int>(threadIdx.x), row = thread % BQ;
         if (thread < 2 * BQ) {
-            const float* const from = walk.stats + head * lse_head + i0 + row + (thread < BQ ? 0 : count);
+            const float* const from = walk.stats + head * args.lse_head + i0 + row + (thread < BQ ? 0 : args.count);
             ptx::cp_async_4_partial(ptx::shared_address(&numbers[stage][thread / BQ][row]), from, row < rows ? 4 : 0);
         }
         ptx::cp_async_commit();
     };
     if (steps > 0) fetch(0);
-    const ScoreRule rule{scale_factor, softcap_inverse};
-    const bool plain = bias == nullptr && rule.softcap() == 0.0f;
+    const ScoreRule rule{args.scale_factor, args.softcap_inverse};
+    const bool plain = args.bias == nullptr && rule.softcap() == 0.0f;
 
     float sums_k[kMakesK ? DQK / 8 : 1][4], sums_v[kMakesV ? DV / 8 : 1][4];
     clear_sums(sums_k);
@@ -308,8 +341,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                     const float log_sum = of_queries[8 * n + c], delta = of_queries[BQ + 8 * n + c];
                     int first = 0, end = 16;  // valid keys of this warp, from j on
                     if (!whole) {
-                        const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.batch * limit_batch;
-                        const SeenKeys seen{Mask(walk.sequence, left, right), limits};
+                        const i32* const limits =
+                            args.kv_limit == nullptr ? nullptr : args.kv_limit + walk.batch * args.limit_batch;
+                        const SeenKeys seen{Mask(walk.sequence, args.left, args.right), limits};
                         first = seen.lo(i) - j, end = 8 * n + c < remaining ? seen.hi(i) - j : 0;
                     }
                     if (plain) {
@@ -318,8 +352,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
                             grad_of_product(s[n][2 * r + c], dp[n][2 * r + c], log_sum, delta, rule,
                                             8 * r >= first && 8 * r < end);
                     } else {
-                        const i64 offset = walk.batch * bias_batch + (walk.head_kv * group + head) * bias_head;
-                        const BiasRows added(bias, bias_type, offset, bias_row, bias_column);
+                        const i64 offset =
+                            walk.batch * args.bias_batch + (walk.head_kv * args.group + head) * args.bias_head;
+                        const BiasRows added(args.bias, args.bias_type, offset, args.bias_row, args.bias_column);
 #pragma unroll
                         for (int r = 0; r < 2; ++r)
                             grad_of_score(s[n][2 * r + c], dp[n][2 * r + c], log_sum, delta, rule, added, i,
@@ -345,12 +380,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
     const i64 first_key = walk.sequence.k_row + static_cast<i64>(walk.j0);
     const int rows = walk.rows_k - walk.j0;
     if constexpr (kMakesK) {
-        dk += walk.batch * dk_batch + first_key * dk_row + walk.head_kv * dk_head;
-        store_rows<T>(dk, dk_row, sums_k, rule.scale(), mine.row, rows, static_cast<int>(d_qk), mine.lane);
+        T* const dk = args.dk + walk.batch * args.dk_batch + first_key * args.dk_row + walk.head_kv * args.dk_head;
+        store_rows<T>(dk, args.dk_row, sums_k, rule.scale(), mine.row, rows, static_cast<int>(args.d_qk), mine.lane);
     }
     if constexpr (kMakesV) {
-        dv += walk.batch * dv_batch + first_key * dv_row + walk.head_kv * dv_head;
-        store_rows<T>(dv, dv_row, sums_v, 1.0f, mine.row, rows, static_cast<int>(d_v), mine.lane);
+        T* const dv = args.dv + walk.batch * args.dv_batch + first_key * args.dv_row + walk.head_kv * args.dv_head;
+        store_rows<T>(dv, args.dv_row, sums_v, 1.0f, mine.row, rows, static_cast<int>(args.d_v), mine.lane);
     }
 }
 

@@ -14,15 +14,20 @@
 
 namespace rtk {
 
+template <typename T>
+struct BiasGradArguments {
+    const T *q, *k, *v, *dout;
+    const float* stats;
+    const void* bias;
+    const i32 *lengths, *kv_limit;
+    void* dbias;
+    i64 batch, heads, group, bias_batches, bias_heads, lq, lkv, d_qk, d_v, q_batch, q_row, q_head, k_batch, k_row,
+        k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, count, bias_type,
+        bias_batch, bias_head, bias_row, bias_column, limit_batch, left, right, scale_factor, softcap_inverse;
+};
+
 template <typename T, int D, int BN>
-__global__ void __launch_bounds__(128)
-    attention_mma_dbias(const T* q, const T* k, const T* v, const T* dout, const float* stats, const void* bias,
-                        const i32* lengths, const i32* kv_limit, void* dbias, i64 batch, i64 heads, i64 group,
-                        i64 bias_batches, i64 bias_heads, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row,
-                        i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch,
-                        i64 dout_row, i64 dout_head, i64 lse_batch, i64 lse_head, i64 count, i64 bias_type, i64 bias_batch,
-                        i64 bias_head, i64 bias_row, i64 bias_column, i64 limit_batch, i64 left, i64 right,
-                        i64 scale_factor, i64 softcap_inverse) {
+__global__ void __launch_bounds__(128) attention_mma_dbias(const __grid_constant__ BiasGradArguments<T> args) {
     using Tile = MmaTile<D>;
     constexpr int BM = 64, kThreads = 128, kKeyTiles = BN / 8;
     extern __shared__ __align__(128) u8 shared[];
@@ -31,32 +36,36 @@ __global__ void __launch_bounds__(128)
     u8* const k_tile = g_tile + BM * Tile::kPitch;
     u8* const v_tile = k_tile + BN * Tile::kPitch;
     const int j0 = static_cast<int>(blockIdx.x) * BN, i0 = static_cast<int>(blockIdx.y) * BM;
-    const int own_batch = static_cast<int>(blockIdx.z / bias_heads), own_head = static_cast<int>(blockIdx.z % bias_heads);
-    const int first_batch = bias_batches == 1 ? 0 : own_batch, end_batch = bias_batches == 1 ? static_cast<int>(batch) : own_batch + 1;
-    const int first_head = bias_heads == 1 ? 0 : own_head, end_head = bias_heads == 1 ? static_cast<int>(heads) : own_head + 1;
-    const ScoreRule rule{scale_factor, softcap_inverse};
+    const int own_batch = static_cast<int>(blockIdx.z / args.bias_heads),
+              own_head = static_cast<int>(blockIdx.z % args.bias_heads);
+    const int first_batch = args.bias_batches == 1 ? 0 : own_batch,
+              end_batch = args.bias_batches == 1 ? static_cast<int>(args.batch) : own_batch + 1;
+    const int first_head = args.bias_heads == 1 ? 0 : own_head,
+              end_head = args.bias_heads == 1 ? static_cast<int>(args.heads) : own_head + 1;
+    const ScoreRule rule{args.scale_factor, args.softcap_inverse};
     const WarpRows mine(16);
     float sums[kKeyTiles][4];
     clear_sums(sums);
 #pragma unroll 1
     for (int b = first_batch; b < end_batch; ++b) {
-        const Sequence sequence = sequence_at(b, lq, lkv, nullptr, nullptr, lengths);
-        const Mask mask(sequence, left, right);
+        const Sequence sequence = sequence_at(b, args.lq, args.lkv, nullptr, nullptr, args.lengths);
+        const Mask mask(sequence, args.left, args.right);
         const Interval any = mask.keys_any(i0, i0 + BM);
         if (any.empty() || j0 >= any.end || j0 + BN <= any.first) continue;
-        const SeenKeys seen{mask, kv_limit == nullptr ? nullptr : kv_limit + b * limit_batch};
+        const SeenKeys seen{mask, args.kv_limit == nullptr ? nullptr : args.kv_limit + b * args.limit_batch};
 #pragma unroll 1
         for (int h = first_head; h < end_head; ++h) {
-            const i64 kv = h / static_cast<int>(group);
+            const i64 kv = h / static_cast<int>(args.group);
             __syncthreads();  // everybody is done with the previous tiles
-            Tile::template fetch<BM, kThreads>(q_tile, q + b * q_batch + i0 * q_row + h * q_head, q_row, sequence.lq - i0,
-                                               static_cast<int>(d_qk) / 8);
-            Tile::template fetch<BM, kThreads>(g_tile, dout + b * dout_batch + i0 * dout_row + h * dout_head, dout_row,
-                                               sequence.lq - i0, static_cast<int>(d_v) / 8);
-            Tile::template fetch<BN, kThreads>(k_tile, k + b * k_batch + j0 * k_row + kv * k_head, k_row, sequence.keys - j0,
-                                               static_cast<int>(d_qk) / 8);
-            Tile::template fetch<BN, kThreads>(v_tile, v + b * v_batch + j0 * v_row + kv * v_head, v_row, sequence.keys - j0,
-                                               static_cast<int>(d_v) / 8);
+            Tile::template fetch<BM, kThreads>(q_tile, args.q + b * args.q_batch + i0 * args.q_row + h * args.q_head,
+                                               args.q_row, sequence.lq - i0, static_cast<int>(args.d_qk) / 8);
+            Tile::template fetch<BM, kThreads>(
+                g_tile, args.dout + b * args.dout_batch + i0 * args.dout_row + h * args.dout_head, args.dout_row,
+                sequence.lq - i0, static_cast<int>(args.d_v) / 8);
+            Tile::template fetch<BN, kThreads>(k_tile, args.k + b * args.k_batch + j0 * args.k_row + kv * args.k_head,
+                                               args.k_row, sequence.keys - j0, static_cast<int>(args.d_qk) / 8);
+            Tile::template fetch<BN, kThreads>(v_tile, args.v + b * args.v_batch + j0 * args.v_row + kv * args.v_head,
+                                               args.v_row, sequence.keys - j0, static_cast<int>(args.d_v) / 8);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
             __syncthreads();
@@ -65,13 +74,14 @@ __global__ void __launch_bounds__(128)
             clear_sums(dp);
             rows_by_rows<T, Tile, D / 16>(s, q_tile, mine.row, k_tile, 0, mine.lane);
             rows_by_rows<T, Tile, D / 16>(dp, g_tile, mine.row, v_tile, 0, mine.lane);
-            const BiasRows added(bias, bias_type, b * bias_batch + h * bias_head, bias_row, bias_column);
-            const float* const of_head = stats + b * lse_batch + h * lse_head;
+            const BiasRows added(args.bias, args.bias_type, b * args.bias_batch + h * args.bias_head, args.bias_row,
+                                 args.bias_column);
+            const float* const of_head = args.stats + b * args.lse_batch + h * args.lse_head;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = i0 + mine.row + mine.lane / 4 + 8 * r, j = j0 + mine.lane % 4 * 2;
                 if (i >= sequence.lq) continue;
-                const float log_sum = of_head[i], delta = of_head[count + i];
+                const float log_sum = of_head[i], delta = of_head[args.count + i];
                 const int first = seen.lo(i), end = seen.hi(i);
 #pragma unroll
                 for (int n = 0; n < kKeyTiles; ++n)
@@ -86,18 +96,19 @@ __global__ void __launch_bounds__(128)
             }
         }
     }
-    const i64 first_row = (static_cast<i64>(own_batch) * bias_heads + own_head) * lq;
+    const i64 first_row = (static_cast<i64>(own_batch) * args.bias_heads + own_head) * args.lq;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int i = i0 + mine.row + mine.lane / 4 + 8 * r;
-        if (i >= lq) continue;
+        if (i >= args.lq) continue;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int key = j0 + 8 * n + mine.lane % 4 * 2 + c;
-                if (key < lkv)
-                    store_any(dbias, static_cast<int>(bias_type), (first_row + i) * lkv + key, sums[n][2 * r + c]);
+                if (key < args.lkv)
+                    store_any(args.dbias, static_cast<int>(args.bias_type), (first_row + i) * args.lkv + key,
+                              sums[n][2 * r + c]);
             }
     }
 }

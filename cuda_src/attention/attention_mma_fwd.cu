@@ -17,15 +17,22 @@ namespace rtk {
 
 inline constexpr int kForwardThreads = 128;
 
+template <typename T>
+struct ForwardArguments {
+    const T *q, *k, *v;
+    const float* sinks;
+    const void* bias;
+    const i32 *lengths, *kv_limit, *cu_q, *cu_k;
+    T* out;
+    float* lse;
+    i64 pairs, heads, group, tiles, section, lq, lkv, d_qk, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head,
+        v_batch, v_row, v_head, out_batch, out_row, out_head, lse_batch, lse_head, bias_type, bias_batch, bias_head,
+        bias_row, bias_column, limit_batch, left, right, scale_factor, softcap_inverse;
+};
+
 template <typename T, int DQK, int DV, int MT, int BN>
 __global__ void __launch_bounds__(kForwardThreads, 2)
-    attention_mma_fwd(const T* q, const T* k, const T* v, const float* sinks, const void* bias, const i32* lengths,
-                      const i32* kv_limit, const i32* cu_q, const i32* cu_k, T* out, float* lse, i64 pairs, i64 heads,
-                      i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row,
-                      i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
-                      i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 bias_type, i64 bias_batch,
-                      i64 bias_head, i64 bias_row, i64 bias_column, i64 limit_batch, i64 left, i64 right,
-                      i64 scale_factor, i64 softcap_inverse) {
+    attention_mma_fwd(const __grid_constant__ ForwardArguments<T> args) {
     using QTile = MmaTile<DQK>;
     using VTile = MmaTile<DV>;
     constexpr int BM = 64 * MT, kKeyTiles = BN / 8, kOutTiles = DV / 8;
@@ -42,31 +49,33 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     } walk;
     int begin, end;  // tiles of keys
     {
-        const QueryBlock own = query_block<BM, BN>(tiles, section, pairs, heads, lq, lkv, cu_q, cu_k, lengths, left, right,
-                                                   kv_limit != nullptr);
+        const QueryBlock own =
+            query_block<BM, BN>(args.tiles, args.section, args.pairs, args.heads, args.lq, args.lkv, args.cu_q,
+                                args.cu_k, args.lengths, args.left, args.right, args.kv_limit != nullptr);
         if (!own.exists()) return;
         begin = own.begin, end = own.end;
         if (threadIdx.x == 0) {
-            walk.k = k + own.first_key(k_batch, k_row, k_head, group);
-            walk.v = v + own.first_key(v_batch, v_row, v_head, group);
+            walk.k = args.k + own.first_key(args.k_batch, args.k_row, args.k_head, args.group);
+            walk.v = args.v + own.first_key(args.v_batch, args.v_row, args.v_head, args.group);
             walk.block = own;
         }
         __syncthreads();
         if (begin < end)
-            QTile::template fetch<BM, kForwardThreads>(q_tile, q + own.first_query(q_batch, q_row, q_head), q_row,
-                                                       own.sequence.lq - own.i0, static_cast<int>(d_qk) / 8);
+            QTile::template fetch<BM, kForwardThreads>(
+                q_tile, args.q + own.first_query(args.q_batch, args.q_row, args.q_head), args.q_row,
+                own.sequence.lq - own.i0, static_cast<int>(args.d_qk) / 8);
     }
     auto fetch = [&](int tile) {
         const int j0 = tile * BN, rows = walk.block.sequence.keys - j0, stage = tile & 1;
-        QTile::template fetch<BN, kForwardThreads>(k_tiles + stage * kKBytes, walk.k + j0 * k_row, k_row, rows,
-                                                   static_cast<int>(d_qk) / 8);
-        VTile::template fetch<BN, kForwardThreads>(v_tiles + stage * kVBytes, walk.v + j0 * v_row, v_row, rows,
-                                                   static_cast<int>(d_v) / 8);
+        QTile::template fetch<BN, kForwardThreads>(k_tiles + stage * kKBytes, walk.k + j0 * args.k_row, args.k_row,
+                                                   rows, static_cast<int>(args.d_qk) / 8);
+        VTile::template fetch<BN, kForwardThreads>(v_tiles + stage * kVBytes, walk.v + j0 * args.v_row, args.v_row,
+                                                   rows, static_cast<int>(args.d_v) / 8);
         ptx::cp_async_commit();
     };
     if (begin < end) fetch(begin);
-    const ScoreRule rule{scale_factor, softcap_inverse};
-    const bool plain = bias == nullptr && rule.softcap() == 0.0f;  // the products are the scores
+    const ScoreRule rule{args.scale_factor, args.softcap_inverse};
+    const bool plain = args.bias == nullptr && rule.softcap() == 0.0f;  // the products are the scores
 
     float sums[MT][kOutTiles][4];
 #pragma unroll
@@ -95,15 +104,16 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
             const int i = walk.block.i0 + mine.row + 16 * m;
             if (!plain) {
                 cap_scores(s[m], rule);
-                if (kTakesBias && bias != nullptr) {
-                    const i64 offset = walk.block.batch * bias_batch + walk.block.head * bias_head;
-                    add_bias(s[m], BiasRows(bias, bias_type, offset, bias_row, bias_column),
-                             Mask(walk.block.sequence, left, right), i, j0, mine.lane);
+                if (kTakesBias && args.bias != nullptr) {
+                    const i64 offset = walk.block.batch * args.bias_batch + walk.block.head * args.bias_head;
+                    add_bias(s[m], BiasRows(args.bias, args.bias_type, offset, args.bias_row, args.bias_column),
+                             Mask(walk.block.sequence, args.left, args.right), i, j0, mine.lane);
                 }
             }
             if (!whole) {
-                const i32* const limits = kv_limit == nullptr ? nullptr : kv_limit + walk.block.batch * limit_batch;
-                mask_scores(s[m], SeenKeys{Mask(walk.block.sequence, left, right), limits}, i, j0, mine.lane);
+                const i32* const limits =
+                    args.kv_limit == nullptr ? nullptr : args.kv_limit + walk.block.batch * args.limit_batch;
+                mask_scores(s[m], SeenKeys{Mask(walk.block.sequence, args.left, args.right), limits}, i, j0, mine.lane);
             }
             float correction[2];
             if (softmax[m].add_lazily(s[m], rule.factor(), correction)) scale_rows(sums[m], correction);
@@ -122,14 +132,15 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     const WarpRows mine(16 * MT);
     const QueryBlock& own = walk.block;
     const int rows = own.sequence.lq - own.i0;
-    const float sink = sinks == nullptr ? negative_infinity() : sinks[own.head] * kLog2e;
-    out += own.first_query(out_batch, out_row, out_head);
-    lse += own.first_query(lse_batch, 1, lse_head);
+    const float sink = args.sinks == nullptr ? negative_infinity() : args.sinks[own.head] * kLog2e;
+    T* const out = args.out + own.first_query(args.out_batch, args.out_row, args.out_head);
+    float* const lse = args.lse + own.first_query(args.lse_batch, 1, args.lse_head);
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         float times[2], logs[2];
         softmax[m].finish(rule.factor(), sink, times, logs);
-        store_rows<T>(out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v), mine.lane);
+        store_rows<T>(out, args.out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(args.d_v),
+                      mine.lane);
         store_logs(lse, logs, mine.row + 16 * m, rows, mine.lane);
     }
 }

@@ -49,15 +49,21 @@ struct ValueProduct {
 template <>
 struct ValueProduct<kValuesE4m3> : ScoreProduct<kE4m3> {};
 
+struct QuantArguments {
+    const u8 *q, *k, *v;
+    const float *scale_q, *scale_k, *scale_v;
+    const i32 *lengths, *cu_q, *cu_k;
+    void* out;
+    float* lse;
+    i64 pairs, heads, group, tiles, section, lq, lkv, d_qk, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head,
+        v_batch, v_row, v_head, out_batch, out_row, out_head, lse_batch, lse_head, sq_batch, sq_head, sq_shift,
+        sk_batch, sk_head, sk_shift, sv_batch, sv_head, sv_block, left, right, out_fp16;
+    double scale;
+};
+
 template <typename T, int QK, int PV, int D>
 __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16) || D > 64 ? 2 : 3)
-    attention_mma_quant(const u8* q, const u8* k, const u8* v, const float* scale_q, const float* scale_k, const float* scale_v,
-                        const i32* lengths, const i32* cu_q, const i32* cu_k, void* out, float* lse, i64 pairs, i64 heads,
-                        i64 group, i64 tiles, i64 section, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 q_batch, i64 q_row,
-                        i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
-                        i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 sq_batch, i64 sq_head, i64 sq_shift,
-                        i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left,
-                        i64 right, i64 out_fp16, double scale) {
+    attention_mma_quant(const __grid_constant__ QuantArguments args) {
     constexpr bool kCodes = PV != kValues16;
     constexpr int MT = QK == kInt8 && !kCodes ? 2 : 1, BM = 64 * MT, BN = kQuantKeys, kKeyTiles = BN / 8, kOutTiles = D / 8;
     using QTile = MmaTile<D / 2>;                    // two codes in the place of a 16-bit element
@@ -78,31 +84,33 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
     __shared__ float row_factors[BM];
     int begin, end;  // tiles of keys
     {
-        const QueryBlock own =
-            query_block<BM, BN>(tiles, section, pairs, heads, lq, lkv, cu_q, cu_k, lengths, left, right, false);
+        const QueryBlock own = query_block<BM, BN>(args.tiles, args.section, args.pairs, args.heads, args.lq, args.lkv,
+                                                   args.cu_q, args.cu_k, args.lengths, args.left, args.right, false);
         if (!own.exists()) return;
         begin = own.begin, end = own.end;
         if (threadIdx.x == 0) {
             // 16-bit values have strides in elements, and rows of packed sequences; codes are stored sequence by
             // sequence.
-            const i64 head_kv = own.head / static_cast<int>(group);
-            walk.k = k + own.first_key(k_batch, k_row, k_head, group);
-            walk.v = v + (kCodes ? own.batch * v_batch + head_kv * v_head : 2 * own.first_key(v_batch, v_row, v_head, group));
-            walk.scale_k = scale_k + own.first_key(sk_batch, 1, sk_head, group);
-            walk.scale_v = scale_v + own.batch * sv_batch + head_kv * sv_head;
+            const i64 head_kv = own.head / static_cast<int>(args.group);
+            walk.k = args.k + own.first_key(args.k_batch, args.k_row, args.k_head, args.group);
+            walk.v = args.v + (kCodes ? own.batch * args.v_batch + head_kv * args.v_head
+                                      : 2 * own.first_key(args.v_batch, args.v_row, args.v_head, args.group));
+            walk.scale_k = args.scale_k + own.first_key(args.sk_batch, 1, args.sk_head, args.group);
+            walk.scale_v = args.scale_v + own.batch * args.sv_batch + head_kv * args.sv_head;
             walk.block = own;
         }
         __syncthreads();
         if (begin < end) {
-            q += own.first_query(q_batch, q_row, q_head);
-            QTile::template fetch<BM, kQuantThreads>(q_tile, reinterpret_cast<const u16*>(q), q_row / 2,
-                                                     own.sequence.lq - own.i0, static_cast<int>(d_qk) / 16);
+            const u8* const q = args.q + own.first_query(args.q_batch, args.q_row, args.q_head);
+            QTile::template fetch<BM, kQuantThreads>(q_tile, reinterpret_cast<const u16*>(q), args.q_row / 2,
+                                                     own.sequence.lq - own.i0, static_cast<int>(args.d_qk) / 16);
         }
         const int i = own.i0 + static_cast<int>(threadIdx.x);
-        scale_q += own.batch * sq_batch + own.head * sq_head + own.sequence.q_row;
+        const float* const scale_q =
+            args.scale_q + own.batch * args.sq_batch + own.head * args.sq_head + own.sequence.q_row;
         if (threadIdx.x < BM)  // read after the barrier of the first tile
             row_factors[threadIdx.x] =
-                i < own.sequence.lq ? scale_q[i >> sq_shift] * (static_cast<float>(scale) * kLog2e) : 0.0f;
+                i < own.sequence.lq ? scale_q[i >> args.sq_shift] * (static_cast<float>(args.scale) * kLog2e) : 0.0f;
     }
     auto fetch = [&](int tile) {
         const int j0 = tile * BN, rows = walk.block.sequence.keys - j0, stage = tile & 1;
@@ -111,28 +119,28 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             constexpr int kVectors = QTile::kVectors, kStep = kQuantThreads / kVectors;
             const int row = thread / kVectors, vector = thread % kVectors;
             const ptx::SharedAddress to = ptx::shared_address(k_tiles + stage * kKBytes);
-            const bool exists = vector < static_cast<int>(d_qk) / 16;
+            const bool exists = vector < static_cast<int>(args.d_qk) / 16;
 #pragma unroll
             for (int i = 0; i < BN; i += kStep) {
                 const int key = Order::of_row(row + i);
-                ptx::cp_async_16_or_zero(to + QTile::offset(row + i, vector), walk.k + (j0 + key) * k_row + vector * 16,
-                                         exists && key < rows);
+                ptx::cp_async_16_or_zero(to + QTile::offset(row + i, vector),
+                                         walk.k + (j0 + key) * args.k_row + vector * 16, exists && key < rows);
             }
         }
         u8* const v_tile = v_tiles + stage * kVBytes;
         if constexpr (kCodes) {
-            VTile::template fetch<D, kQuantThreads>(v_tile, reinterpret_cast<const u16*>(walk.v + j0), v_row / 2,
-                                                    static_cast<int>(d_v), (min(rows, BN) + 15) / 16);
+            VTile::template fetch<D, kQuantThreads>(v_tile, reinterpret_cast<const u16*>(walk.v + j0), args.v_row / 2,
+                                                    static_cast<int>(args.d_v), (min(rows, BN) + 15) / 16);
             if (thread < D)
                 ptx::cp_async_4_or_zero(ptx::shared_address(&value_scales[stage][thread]),
-                                        walk.scale_v + tile * sv_block + thread, thread < d_v);
+                                        walk.scale_v + tile * args.sv_block + thread, thread < args.d_v);
         } else {
-            VTile::template fetch<BN, kQuantThreads>(v_tile, reinterpret_cast<const u16*>(walk.v) + j0 * v_row, v_row, rows,
-                                                     static_cast<int>(d_v) / 8);
+            VTile::template fetch<BN, kQuantThreads>(v_tile, reinterpret_cast<const u16*>(walk.v) + j0 * args.v_row,
+                                                     args.v_row, rows, static_cast<int>(args.d_v) / 8);
         }
         if (thread < BN)
             ptx::cp_async_4_or_zero(ptx::shared_address(&key_scales[stage][thread]),
-                                    walk.scale_k + ((j0 + thread) >> sk_shift), thread < rows);
+                                    walk.scale_k + ((j0 + thread) >> args.sk_shift), thread < rows);
         ptx::cp_async_commit();
     };
     if (begin < end) fetch(begin);
@@ -175,7 +183,7 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
                     s[n][e] = static_cast<float>(products[m][n][e]) * row_factor[e / 2] * (e % 2 == 0 ? by.x : by.y);
             }
             if (!whole) {
-                const Mask mask(walk.block.sequence, left, right);
+                const Mask mask(walk.block.sequence, args.left, args.right);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int i = walk.block.i0 + mine.row + 16 * m + mine.lane / 4 + 8 * r;
@@ -248,8 +256,8 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
     const WarpRows mine(16 * MT);
     const QueryBlock& own = walk.block;
     const int rows = own.sequence.lq - own.i0;
-    const i64 first_out = own.first_query(out_batch, out_row, out_head);
-    lse += own.first_query(lse_batch, 1, lse_head);
+    const i64 first_out = own.first_query(args.out_batch, args.out_row, args.out_head);
+    float* const lse = args.lse + own.first_query(args.lse_batch, 1, args.lse_head);
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
         float times[2], logs[2];
@@ -258,12 +266,12 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 #pragma unroll
             for (int r = 0; r < 2; ++r) logs[r] -= logf(Codes::kLargest);
         }
-        if (kCodes && out_fp16 != 0) {
-            store_rows(static_cast<fp16*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),
-                       mine.lane);
+        if (kCodes && args.out_fp16 != 0) {
+            store_rows(static_cast<fp16*>(args.out) + first_out, args.out_row, sums[m], times, mine.row + 16 * m, rows,
+                       static_cast<int>(args.d_v), mine.lane);
         } else {
-            store_rows(static_cast<T*>(out) + first_out, out_row, sums[m], times, mine.row + 16 * m, rows, static_cast<int>(d_v),
-                       mine.lane);
+            store_rows(static_cast<T*>(args.out) + first_out, args.out_row, sums[m], times, mine.row + 16 * m, rows,
+                       static_cast<int>(args.d_v), mine.lane);
         }
         store_logs(lse, logs, mine.row + 16 * m, rows, mine.lane);
     }

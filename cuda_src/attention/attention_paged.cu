@@ -62,14 +62,21 @@ RTK_DEVICE void convert_rows(u8* tile, const u8* codes) {
     }
 }
 
+template <typename T>
+struct PagedArguments {
+    const T* q;
+    const u8 *k_cache, *v_cache;
+    const i32 *cu_q, *lengths, *table;
+    const float *k_scale, *v_scale, *sinks;
+    T* out;
+    float* lse;
+    i64 sequences, tiles, section, heads_kv, group, group_divisor, lkv, d_qk, d_v, page_size, page_divisor, table_row,
+        q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, out_row, out_head, lse_head, k_scale_head,
+        v_scale_head, left, right, scale_factor, softcap_inverse;
+};
+
 template <typename T, int CODES, int D, int MT, int BN>
-__global__ void __launch_bounds__(kPagedThreads, 2)
-    attention_paged(const T* q, const u8* k_cache, const u8* v_cache, const i32* cu_q, const i32* lengths, const i32* table,
-                    const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, i64 sequences,
-                    i64 tiles, i64 section, i64 heads_kv, i64 group, i64 group_divisor, i64 lkv, i64 d_qk, i64 d_v,
-                    i64 page_size, i64 page_divisor, i64 table_row, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head,
-                    i64 v_page, i64 v_row, i64 v_head, i64 out_row, i64 out_head, i64 lse_head, i64 k_scale_head,
-                    i64 v_scale_head, i64 left, i64 right, i64 scale_factor, i64 softcap_inverse) {
+__global__ void __launch_bounds__(kPagedThreads, 2) attention_paged(const __grid_constant__ PagedArguments<T> args) {
     using Tile = MmaTile<D>;
     constexpr bool kByte = CODES != kSameType;
     constexpr int BM = 64 * MT, kKeyTiles = BN / 8, kBytes = kByte ? 1 : 2, kVectors = D * kBytes / 16;
@@ -90,17 +97,19 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
     } walk;
     int begin, end;  // tiles of keys
     {
-        const HeadTile here(tiles, section, heads_kv, heads_kv);
-        PagedBlock own = paged_block<BM>(static_cast<int>(tiles) - 1 - here.number, cu_q, lengths, static_cast<int>(sequences),
-                                         group, group_divisor, lkv, left, right);
+        const HeadTile here(args.tiles, args.section, args.heads_kv, args.heads_kv);
+        PagedBlock own = paged_block<BM>(static_cast<int>(args.tiles) - 1 - here.number, args.cu_q, args.lengths,
+                                         static_cast<int>(args.sequences), args.group, args.group_divisor, args.lkv,
+                                         args.left, args.right);
         if (own.rows <= 0) return;
         own.head = here.head;
         begin = own.any.empty() ? 0 : own.any.first / BN, end = own.any.empty() ? 0 : (own.any.end + BN - 1) / BN;
         if (threadIdx.x == 0) {
             walk.block = own;
-            walk.pages = table + own.batch * table_row;
-            walk.k = k_cache + own.head * k_head * kBytes, walk.v = v_cache + own.head * v_head * kBytes;
-            walk.k_scale = k_scale == nullptr ? 1.0f : k_scale[own.head * k_scale_head];
+            walk.pages = args.table + own.batch * args.table_row;
+            walk.k = args.k_cache + own.head * args.k_head * kBytes,
+            walk.v = args.v_cache + own.head * args.v_head * kBytes;
+            walk.k_scale = args.k_scale == nullptr ? 1.0f : args.k_scale[own.head * args.k_scale_head];
         }
         __syncthreads();
     }
@@ -109,13 +118,15 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
     auto page_of = [&](int tile) -> i32 {
         const int key = own_keys(tile);
         if (this_thread() >= BN / kPageUnit || tile >= end || key >= walk.block.sequence.keys) return 0;
-        return walk.pages[divided(static_cast<u32>(key), page_divisor)];
+        return walk.pages[divided(static_cast<u32>(key), args.page_divisor)];
     };
     auto locate = [&](int tile, i64 page) {
         if (this_thread() >= BN / kPageUnit) return;
-        const int key = own_keys(tile), slot = key - static_cast<int>(divided(static_cast<u32>(key), page_divisor) * page_size);
+        const int key = own_keys(tile),
+                  slot = key - static_cast<int>(divided(static_cast<u32>(key), args.page_divisor) * args.page_size);
         auto& to = walk.keys[tile & 1][this_thread()];
-        to.k = (page * k_page + slot * k_row) * kBytes, to.v = (page * v_page + slot * v_row) * kBytes;
+        to.k = (page * args.k_page + slot * args.k_row) * kBytes,
+        to.v = (page * args.v_page + slot * args.v_row) * kBytes;
     };
     auto fetch = [&](int tile) {
         const int rows = walk.block.sequence.keys - tile * BN, stage = tile & 1;
@@ -123,12 +134,16 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
         auto at = [&](int row, int vector) { return kByte ? static_cast<u32>(row * D + vector * 16) : Tile::offset(row, vector); };
         copy_rows<BN, kVectors>(
             k_tiles + to, at,
-            [&](int row) { return walk.k + walk.keys[stage][row / kPageUnit].k + row % kPageUnit * k_row * kBytes; }, rows,
-            static_cast<int>(d_qk) / (16 / kBytes));
+            [&](int row) {
+                return walk.k + walk.keys[stage][row / kPageUnit].k + row % kPageUnit * args.k_row * kBytes;
+            },
+            rows, static_cast<int>(args.d_qk) / (16 / kBytes));
         copy_rows<BN, kVectors>(
             v_tiles + to, at,
-            [&](int row) { return walk.v + walk.keys[stage][row / kPageUnit].v + row % kPageUnit * v_row * kBytes; }, rows,
-            static_cast<int>(d_v) / (16 / kBytes));
+            [&](int row) {
+                return walk.v + walk.keys[stage][row / kPageUnit].v + row % kPageUnit * args.v_row * kBytes;
+            },
+            rows, static_cast<int>(args.d_v) / (16 / kBytes));
         ptx::cp_async_commit();
     };
     if (begin < end) {
@@ -138,15 +153,16 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
         copy_rows<BM, D / 8>(
             q_tile, [](int row, int vector) { return Tile::offset(row, vector); },
             [&](int row) {
-                const PagedRow from(row < own.rows ? own.row0 + row : 0, group, group_divisor);
-                return reinterpret_cast<const u8*>(q + (own.sequence.q_row + static_cast<i64>(from.query)) * q_row +
-                                                   (own.head * group + from.head) * q_head);
+                const PagedRow from(row < own.rows ? own.row0 + row : 0, args.group, args.group_divisor);
+                return reinterpret_cast<const u8*>(args.q +
+                                                   (own.sequence.q_row + static_cast<i64>(from.query)) * args.q_row +
+                                                   (own.head * args.group + from.head) * args.q_head);
             },
-            own.rows, static_cast<int>(d_qk) / 8);
+            own.rows, static_cast<int>(args.d_qk) / 8);
         __syncthreads();
         fetch(begin);
     }
-    const ScoreRule rule{scale_factor, softcap_inverse};
+    const ScoreRule rule{args.scale_factor, args.softcap_inverse};
     const bool plain = !kByte && rule.softcap() == 0.0f;  // the products are the scores
 
     float sums[MT][D / 8][4];
@@ -189,7 +205,8 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
                 }
                 if (!whole) {
                     const WarpRows mine(16 * MT);
-                    const PagedKeys seen{Mask(walk.block.sequence, left, right), walk.block.row0, group_divisor};
+                    const PagedKeys seen{Mask(walk.block.sequence, args.left, args.right), walk.block.row0,
+                                         args.group_divisor};
                     mask_scores(s[m], seen, mine.row + 16 * m, j0, mine.lane);
                 }
                 float correction[2];
@@ -211,15 +228,15 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
     const WarpRows mine(16 * MT);
     const PagedBlock& own = walk.block;
     if (mine.row >= own.rows) return;
-    const float value_scale = v_scale == nullptr ? 1.0f : v_scale[own.head * v_scale_head];
+    const float value_scale = args.v_scale == nullptr ? 1.0f : args.v_scale[own.head * args.v_scale_head];
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = mine.row + 16 * m + mine.lane / 4 + 8 * r;
-            const PagedRow to(row < own.rows ? own.row0 + row : 0, group, group_divisor);
-            const i64 query = own.sequence.q_row + static_cast<i64>(to.query), head = own.head * group + to.head;
-            const float sink = sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
+            const PagedRow to(row < own.rows ? own.row0 + row : 0, args.group, args.group_divisor);
+            const i64 query = own.sequence.q_row + static_cast<i64>(to.query), head = own.head * args.group + to.head;
+            const float sink = args.sinks == nullptr ? negative_infinity() : args.sinks[head] * kLog2e;
             float times[2], logs[2];
             softmax[m].finish(rule.factor(), sink, times, logs);
             if (row >= own.rows) continue;
@@ -228,9 +245,10 @@ __global__ void __launch_bounds__(kPagedThreads, 2)
                 const int column = 8 * n + mine.lane % 4 * 2;
                 const float by = times[r] * value_scale;
                 const float values[2] = {sums[m][n][2 * r] * by, sums[m][n][2 * r + 1] * by};
-                if (column < d_v) store<T, 2>(out + query * out_row + head * out_head + column, values);
+                if (column < args.d_v)
+                    store<T, 2>(args.out + query * args.out_row + head * args.out_head + column, values);
             }
-            if (mine.lane % 4 == 0) lse[head * lse_head + query] = logs[r];
+            if (mine.lane % 4 == 0) args.lse[head * args.lse_head + query] = logs[r];
         }
 }
 

@@ -27,15 +27,22 @@ struct AttentionRegisters {
     static constexpr int kProducer = kGroups == 3 ? 32 : 40, kConsumer = kGroups == 3 ? 160 : 232;
 };
 
+template <typename T>
+struct ForwardArguments {
+    T* out;
+    float* lse;
+    const void *sinks, *bias;
+    const i32 *lengths, *kv_limit, *cu_q, *cu_k;
+    u32* counter;
+    i64 batches, heads, heads_per_kv, lq, lkv, d_v, out_batch, out_row, out_head, lse_batch, lse_head, left, right,
+        heads_together, sinks_kind, bias_kind, bias_batch, bias_head, bias_row, bias_column, limit_batch;
+    double scale, softcap;
+};
+
 template <typename T, int DQK, int DV, int BN, int kGroups, int EXTRAS>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     attention_sm90_fwd(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
-                       const __grid_constant__ ptx::TensorMap v_map, T* out, float* lse, const void* sinks,
-                       const void* bias, const i32* lengths, const i32* kv_limit, const i32* cu_q, const i32* cu_k,
-                       u32* counter, i64 batches, i64 heads, i64 heads_per_kv, i64 lq, i64 lkv, i64 d_v, i64 out_batch,
-                       i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 left, i64 right, i64 heads_together,
-                       i64 sinks_kind, i64 bias_kind, i64 bias_batch, i64 bias_head, i64 bias_row, i64 bias_column,
-                       i64 limit_batch, double scale, double softcap) {
+                       const __grid_constant__ ptx::TensorMap v_map, const __grid_constant__ ForwardArguments<T> args) {
     constexpr int BM = 64 * kGroups, kConsumers = 4 * kGroups;  // warps
     using QTile = Boxed<BM, DQK>;
     using KTile = Boxed<BN, DQK>;
@@ -51,9 +58,9 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     const ptx::SharedAddress patch = v_pipe.barriers + Pipeline<kStages>::kBytes;  // see below
     u8* const handover_memory = memory + (patch + 8 - ptx::shared_address(memory));
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
-    const u32 tiles = static_cast<u32>(ceil_div(lq, BM));
-    const u32 count = tiles * static_cast<u32>(heads) * static_cast<u32>(batches);
-    DrawnSource<WarpHandover> source(counter, WarpHandover(handover_memory, warp == kConsumers));
+    const u32 tiles = static_cast<u32>(ceil_div(args.lq, BM));
+    const u32 count = tiles * static_cast<u32>(args.heads) * static_cast<u32>(args.batches);
+    DrawnSource<WarpHandover> source(args.counter, WarpHandover(handover_memory, warp == kConsumers));
 
     if (threadIdx.x == 0) {
         q_pipe.init(1, kConsumers);
@@ -72,13 +79,14 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         PipelineState<kStages> k_state, v_state;
         u32 patched = 0;
         for (u32 index; (index = source.draw()) < count;) {
-            const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
-                                 static_cast<u32>(heads_together));
-            const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-            const Mask mask(sequence, left, right);
+            const QueryTile tile(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+                                 static_cast<u32>(args.heads_together));
+            const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+            const Mask mask(sequence, args.left, args.right);
             const Interval any = mask.keys_any(tile.m * BM, tile.m * BM + BM);
             if (tile.m * BM >= sequence.lq || any.empty()) continue;
-            const int kv_head = tile.head / static_cast<int>(heads_per_kv), batch = cu_q == nullptr ? tile.batch : 0;
+            const int kv_head = tile.head / static_cast<int>(args.heads_per_kv),
+                      batch = args.cu_q == nullptr ? tile.batch : 0;
             const int first = any.first / BN, last = (any.end - 1) / BN;
 
             q_pipe.acquire(q_state);
@@ -100,7 +108,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                 v_pipe.acquire(v_state);
                 const ptx::SharedAddress to = v_tiles + v_state.stage * VTile::kBytes;
                 const int row = sequence.k_row + n * BN;
-                if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
+                if ((args.lengths != nullptr || args.cu_k != nullptr) && n * BN + BN > sequence.keys) {
                     VTile::fetch_some(to, v_map, patch, patched, row, kv_head, batch, sequence.keys - n * BN);
                     v_pipe.commit_warp(v_state);
                 } else if (lane == 0) {
@@ -116,7 +124,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     ptx::registers_take<AttentionRegisters<kGroups>::kConsumer>();
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
-    const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(scale) * kLog2e;
+    const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(args.scale) * kLog2e;
     // Ping-pong: a warpgroup issues its products after the one before it; the first one does not wait at the start.
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (group + 1) % kGroups, 256); };
@@ -125,10 +133,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     ConsumerStates<kStages> pipe_states;
     for (u32 index; (index = source.draw()) < count;) {
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
-        const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
-                             static_cast<u32>(heads_together));
-        const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
-        const WarpgroupRows own(Mask(sequence, left, right), tile.m * BM, BM, group);
+        const QueryTile tile(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+                             static_cast<u32>(args.heads_together));
+        const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+        const WarpgroupRows own(Mask(sequence, args.left, args.right), tile.m * BM, BM, group);
         if (own.row0 >= sequence.lq) continue;
 
         SoftmaxState state;
@@ -139,26 +147,27 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
         auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
             if constexpr (EXTRAS != 0) {
-                make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
-                if (EXTRAS == 2 && bias_kind != 0) {
+                make_scores(s, static_cast<float>(args.scale), static_cast<float>(args.softcap));
+                if (EXTRAS == 2 && args.bias_kind != 0) {
                     u32 here = index;
                     ptx::forget(here);  // as below
-                    const QueryTile at(here, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
-                                       static_cast<u32>(heads_together));
-                    const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
+                    const QueryTile at(here, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+                                       static_cast<u32>(args.heads_together));
+                    const Sequence rows = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
                     const int row = at.m * BM + own_row, column = n * BN + 2 * t;
-                    add_bias(s, bias, static_cast<int>(bias_kind),
-                             at.batch * bias_batch + at.head * bias_head + row * bias_row + column * bias_column, 8 * bias_row,
-                             bias_column, rows.lq - row, rows.keys - column);
+                    add_bias(s, args.bias, static_cast<int>(args.bias_kind),
+                             at.batch * args.bias_batch + at.head * args.bias_head + row * args.bias_row +
+                                 column * args.bias_column,
+                             8 * args.bias_row, args.bias_column, rows.lq - row, rows.keys - column);
                 }
             }
-            if ((EXTRAS != 0 && kv_limit != nullptr) || n * BN < own.all.first || n * BN + BN > own.all.end) {
+            if ((EXTRAS != 0 && args.kv_limit != nullptr) || n * BN < own.all.first || n * BN + BN > own.all.end) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int i = own.row0 + own_row + 8 * r;
                     int end = own.mask.hi(i);
-                    if (EXTRAS != 0 && kv_limit != nullptr && i < sequence.lq)
-                        end = min(end, kv_limit[tile.batch * limit_batch + i]);
+                    if (EXTRAS != 0 && args.kv_limit != nullptr && i < sequence.lq)
+                        end = min(end, args.kv_limit[tile.batch * args.limit_batch + i]);
                     mask_row(s, r, own.mask.lo(i) - n * BN - 2 * t, end - n * BN - 2 * t);
                 }
             }
@@ -173,18 +182,19 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above
-        const QueryTile at(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
-                           static_cast<u32>(heads_together));
-        const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
+        const QueryTile at(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+                           static_cast<u32>(args.heads_together));
+        const Sequence rows = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
         const int exist = rows.lq - at.m * BM;
         const i64 first_row = rows.q_row + at.m * BM;
-        const float sink = sinks_kind == 0 ? negative_infinity()
-                                           : bias_at(sinks, static_cast<int>(sinks_kind), at.head) * kLog2e;
+        const float sink = args.sinks_kind == 0
+                               ? negative_infinity()
+                               : bias_at(args.sinks, static_cast<int>(args.sinks_kind), at.head) * kLog2e;
         float times[2], row_lse[2];
         state.finish(factor, sink, times, row_lse);
-        store_rows(out + at.batch * out_batch + at.head * out_head + first_row * out_row, out_row, own_row, exist,
-                   static_cast<int>(d_v), o, times);
-        float* const to = lse + at.batch * lse_batch + at.head * lse_head + first_row + own_row;
+        store_rows(args.out + at.batch * args.out_batch + at.head * args.out_head + first_row * args.out_row,
+                   args.out_row, own_row, exist, static_cast<int>(args.d_v), o, times);
+        float* const to = args.lse + at.batch * args.lse_batch + at.head * args.lse_head + first_row + own_row;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r];

@@ -86,14 +86,24 @@ RTK_DEVICE void load_decode_rows(u32 (&a)[STEPS][4], float (&row_scale)[2], cons
     }
 }
 
+template <typename T>
+struct DecodeArguments {
+    const T* q;
+    const u8 *k_cache, *v_cache;
+    const i32 *lengths, *table;
+    const float *k_scale, *v_scale, *sinks;
+    T* out;
+    float *lse, *parts, *part_lse;
+    i64 heads, group, lq, lkv, d_qk, d_v, splits, page_size, page_divisor, table_row, q_batch, q_row, q_head, k_page,
+        k_row, k_head, v_page, v_row, v_head, out_batch, out_row, out_head, k_scale_head, v_scale_head, left, right;
+    double scale, softcap;
+};
+
 template <typename T, int CODES, int D>
-__global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D > 128 || CODES == kSameType ? 1 : CODES == kCodesE4m3 ? 4 : 3)
-    attention_decode(const T* q, const u8* k_cache, const u8* v_cache, const i32* lengths, const i32* table,
-                     const float* k_scale, const float* v_scale, const float* sinks, T* out, float* lse, float* parts,
-                     float* part_lse, i64 heads, i64 group, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size,
-                     i64 page_divisor, i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 k_page, i64 k_row, i64 k_head, i64 v_page,
-                     i64 v_row, i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 k_scale_head,
-                     i64 v_scale_head, i64 left, i64 right, double scale, double softcap) {
+__global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D > 128 || CODES == kSameType ? 1
+                                                                              : CODES == kCodesE4m3         ? 4
+                                                                                                            : 3)
+    attention_decode(const __grid_constant__ DecodeArguments<T> args) {
     constexpr bool kByte = CODES != kSameType;
     constexpr int kSteps = D / 16, kVectors = D * (kByte ? 1 : 2) / 16;
     using Tile = MmaTile<kByte ? D / 2 : D>;
@@ -104,33 +114,36 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int warps = static_cast<int>(blockDim.x) / kWarp;
-    const int split = static_cast<int>(blockIdx.x % splits), row0 = static_cast<int>(blockIdx.x / splits) * kDecodeRows;
+    const int split = static_cast<int>(blockIdx.x % args.splits),
+              row0 = static_cast<int>(blockIdx.x / args.splits) * kDecodeRows;
     const int head_kv = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
-    const int rows = static_cast<int>(lq * group);
-    const i32* const pages = table == nullptr ? nullptr : table + batch * table_row;
+    const int rows = static_cast<int>(args.lq * args.group);
+    const i32* const pages = args.table == nullptr ? nullptr : args.table + batch * args.table_row;
     if (pages != nullptr)  // page numbers are loaded once the length is known; until then they are prefetched into L2
-        for (int i = static_cast<int>(threadIdx.x) * 32; i < table_row; i += static_cast<int>(blockDim.x) * 32) ptx::prefetch_l2(pages + i);
-    const Sequence sequence = sequence_at(batch, lq, lkv, nullptr, nullptr, lengths);
-    const Mask mask(sequence, left, right);
+        for (int i = static_cast<int>(threadIdx.x) * 32; i < args.table_row; i += static_cast<int>(blockDim.x) * 32)
+            ptx::prefetch_l2(pages + i);
+    const Sequence sequence = sequence_at(batch, args.lq, args.lkv, nullptr, nullptr, args.lengths);
+    const Mask mask(sequence, args.left, args.right);
 
     // Chunks of keys of this split.
-    const int first_query = row0 / static_cast<int>(group);
-    const int last_query = min(row0 + kDecodeRows - 1, rows - 1) / static_cast<int>(group);
+    const int first_query = row0 / static_cast<int>(args.group);
+    const int last_query = min(row0 + kDecodeRows - 1, rows - 1) / static_cast<int>(args.group);
     const Interval any = mask.keys_any(first_query, last_query + 1);
     const int first_chunk = any.empty() ? 0 : any.first / kChunk, end_chunk = any.empty() ? 0 : (any.end + kChunk - 1) / kChunk;
-    const int per_split = (end_chunk - first_chunk + static_cast<int>(splits) - 1) / static_cast<int>(splits);
+    const int per_split = (end_chunk - first_chunk + static_cast<int>(args.splits) - 1) / static_cast<int>(args.splits);
     const int begin = first_chunk + split * per_split, end = min(begin + per_split, end_chunk);
 
     constexpr int kBytes = kByte ? 1 : 2;
-    const CachePages keys{k_cache + head_kv * k_head * kBytes, k_page * kBytes, k_row * kBytes};
-    const CachePages values{v_cache + head_kv * v_head * kBytes, v_page * kBytes, v_row * kBytes};
-    const bool whole_pages = table == nullptr || page_size % kChunk == 0;  // a chunk lies in one page
-    const int k_vectors = static_cast<int>(d_qk) * kBytes / 16, v_vectors = static_cast<int>(d_v) * kBytes / 16;
+    const CachePages keys{args.k_cache + head_kv * args.k_head * kBytes, args.k_page * kBytes, args.k_row * kBytes};
+    const CachePages values{args.v_cache + head_kv * args.v_head * kBytes, args.v_page * kBytes, args.v_row * kBytes};
+    const bool whole_pages = args.table == nullptr || args.page_size % kChunk == 0;  // a chunk lies in one page
+    const int k_vectors = static_cast<int>(args.d_qk) * kBytes / 16,
+              v_vectors = static_cast<int>(args.d_v) * kBytes / 16;
     u8* const ring = shared + warp * (kDecodeStages * 2 * kTileBytes);
 
-    auto page_index = [&](int key) { return static_cast<int>(divided(static_cast<u32>(key), page_divisor)); };
+    auto page_index = [&](int key) { return static_cast<int>(divided(static_cast<u32>(key), args.page_divisor)); };
     auto page_of = [&](int key) -> i64 { return pages == nullptr ? batch : pages[page_index(key)]; };
-    auto slot_of = [&](int key) { return key - page_index(key) * static_cast<int>(page_size); };
+    auto slot_of = [&](int key) { return key - page_index(key) * static_cast<int>(args.page_size); };
     // Starts the copy of a chunk; its page is already known if chunks do not cross pages.
     auto fetch = [&](int chunk, int stage, i64 page) {
         constexpr int kRowsPerCopy = kWarp / kVectors;
@@ -179,8 +192,9 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
     // Q as left operands; rows that do not exist are 0.
     u32 a[kSteps][4];
     float row_scale[2] = {1.0f, 1.0f};
-    load_decode_rows<T, kByte>(a, row_scale, q + batch * q_batch, q_row, q_head, head_kv * static_cast<int>(group),
-                               static_cast<int>(group), row0, rows, static_cast<int>(d_qk), lane);
+    load_decode_rows<T, kByte>(a, row_scale, args.q + batch * args.q_batch, args.q_row, args.q_head,
+                               head_kv * static_cast<int>(args.group), static_cast<int>(args.group), row0, rows,
+                               static_cast<int>(args.d_qk), lane);
     // Fragments that do not fit into registers; they are the same for all warps.
     constexpr bool kSharedQ = D > (kByte ? 64 : 128);
     const ptx::SharedAddress fragments =
@@ -203,13 +217,14 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
             for (int i = 0; i < 4; ++i) to[i] = a[step][i];
         }
     };
-    const float product_scale = static_cast<float>(scale) * (k_scale == nullptr ? 1.0f : k_scale[head_kv * k_scale_head]);
+    const float product_scale =
+        static_cast<float>(args.scale) * (args.k_scale == nullptr ? 1.0f : args.k_scale[head_kv * args.k_scale_head]);
     row_scale[0] *= product_scale, row_scale[1] *= product_scale;
-    const float cap = static_cast<float>(softcap), inverse_cap = cap > 0.0f ? 1.0f / cap : 0.0f;
+    const float cap = static_cast<float>(args.softcap), inverse_cap = cap > 0.0f ? 1.0f / cap : 0.0f;
     int lo[2], hi[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int query = min(row0 + lane / 4 + 8 * r, rows - 1) / static_cast<int>(group);
+        const int query = min(row0 + lane / 4 + 8 * r, rows - 1) / static_cast<int>(args.group);
         lo[r] = mask.lo(query), hi[r] = mask.hi(query);
     }
 
@@ -332,13 +347,14 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
         }
     }
     __syncthreads();
-    const float value_scale = v_scale == nullptr ? 1.0f : v_scale[head_kv * v_scale_head];
+    const float value_scale = args.v_scale == nullptr ? 1.0f : args.v_scale[head_kv * args.v_scale_head];
     const float* const all = reinterpret_cast<const float*>(shared);
-    const int width = static_cast<int>(d_v), quads = width / 4;
+    const int width = static_cast<int>(args.d_v), quads = width / 4;
     for (int i = static_cast<int>(threadIdx.x); i < here * quads; i += static_cast<int>(blockDim.x)) {
         const int row = i / quads, column = i % quads * 4;
-        const int query = (row0 + row) / static_cast<int>(group), head = head_kv * static_cast<int>(group) + (row0 + row) % static_cast<int>(group);
-        const float sink = splits > 1 || sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
+        const int query = (row0 + row) / static_cast<int>(args.group),
+                  head = head_kv * static_cast<int>(args.group) + (row0 + row) % static_cast<int>(args.group);
+        const float sink = args.splits > 1 || args.sinks == nullptr ? negative_infinity() : args.sinks[head] * kLog2e;
         float top = sink;
         for (int w = 0; w < warps; ++w) top = fmaxf(top, tops[w * kDecodeRows + row]);
         const float from = top == negative_infinity() ? 0.0f : top;
@@ -353,13 +369,14 @@ __global__ void __launch_bounds__(CODES == kSameType && D <= 128 ? 256 : 128, D 
         const float log_sum = total == 0.0f ? negative_infinity() : (from + log2f(total)) * kLn2;
 #pragma unroll
         for (int c = 0; c < 4; ++c) value[c] *= times;
-        const i64 flat = (static_cast<i64>(batch) * lq + query) * heads + head;
-        if (splits > 1) {
-            store<float, 4>(parts + (split * (gridDim.z * lq * heads) + flat) * width + column, value);
-            if (column == 0) part_lse[split * (gridDim.z * lq * heads) + flat] = log_sum;
+        const i64 flat = (static_cast<i64>(batch) * args.lq + query) * args.heads + head;
+        if (args.splits > 1) {
+            store<float, 4>(args.parts + (split * (gridDim.z * args.lq * args.heads) + flat) * width + column, value);
+            if (column == 0) args.part_lse[split * (gridDim.z * args.lq * args.heads) + flat] = log_sum;
         } else {
-            store<T, 4>(out + batch * out_batch + query * out_row + head * out_head + column, value);
-            if (column == 0) lse[(static_cast<i64>(batch) * heads + head) * lq + query] = log_sum;
+            store<T, 4>(args.out + batch * args.out_batch + query * args.out_row + head * args.out_head + column,
+                        value);
+            if (column == 0) args.lse[(static_cast<i64>(batch) * args.heads + head) * args.lq + query] = log_sum;
         }
     }
 }

@@ -28,13 +28,21 @@ RTK_DEVICE void row_dots(const float (&sums)[N][4], const u8* tile, int row, int
     }
 }
 
+template <typename T>
+struct DeltaGradArguments {
+    const T *q, *k, *v, *dout;
+    const float* rows;
+    const i32* cu;
+    const T *states, *dstates, *updates, *drest;
+    T *dq, *dk;
+    float *dg, *dbeta;
+    i64 sequences, length, heads, key_heads, d_k, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row,
+        v_head, dout_batch, dout_row, dout_head, flags, stages;
+    double scale;
+};
+
 template <typename T, int DK>
-__global__ void __launch_bounds__(256)
-    gated_delta_rule_grads(const T* q, const T* k, const T* v, const T* dout, const float* rows, const i32* cu, const T* states,
-                           const T* dstates, const T* updates, const T* drest, T* dq, T* dk, float* dg, float* dbeta,
-                           i64 sequences, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
-                           i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 dout_batch,
-                           i64 dout_row, i64 dout_head, i64 flags, i64 stages, double scale) {
+__global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_constant__ DeltaGradArguments<T> args) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<64>;
     constexpr int kTiles = DK / 8;
@@ -47,32 +55,39 @@ __global__ void __launch_bounds__(256)
     __shared__ float column_sums[8][kDelta], row_sums[3][kDelta], betas[2][kDelta], state_sums[8];
 
     const i64 number = blockIdx.x;
-    const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(heads / key_heads);
-    const DeltaChunk chunk = delta_chunk(number, length, cu, static_cast<int>(sequences));
+    const int key_head = static_cast<int>(blockIdx.y), each = static_cast<int>(args.heads / args.key_heads);
+    const DeltaChunk chunk = delta_chunk(number, args.length, args.cu, static_cast<int>(args.sequences));
     if (chunk.rows <= 0) return;
-    const float factor = static_cast<float>(scale);
+    const float factor = static_cast<float>(args.scale);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-    const bool of_queries = warp < 4, meets = of_queries || !(flags & kUncorrected);  // the state, and other rows
+    const bool of_queries = warp < 4, meets = of_queries || !(args.flags & kUncorrected);  // the state, and other rows
     const int own_row = 16 * (warp % 4);
-    const i64 batch = chunk.batch, dense_row = batch * length + chunk.first;
-    KTile::template fetch<kDelta, 256>(key_tile, k + batch * k_batch + chunk.first * k_row + key_head * k_head, k_row, chunk.rows,
-                                       static_cast<int>(d_k) / 8);
-    KTile::template fetch<kDelta, 256>(query_tile, q + batch * q_batch + chunk.first * q_row + key_head * q_head, q_row,
-                                       chunk.rows, static_cast<int>(d_k) / 8);
-    const int count = static_cast<int>(stages), across = (static_cast<int>(d_v) + 63) / 64;
+    const i64 batch = chunk.batch, dense_row = batch * args.length + chunk.first;
+    KTile::template fetch<kDelta, 256>(
+        key_tile, args.k + batch * args.k_batch + chunk.first * args.k_row + key_head * args.k_head, args.k_row,
+        chunk.rows, static_cast<int>(args.d_k) / 8);
+    KTile::template fetch<kDelta, 256>(
+        query_tile, args.q + batch * args.q_batch + chunk.first * args.q_row + key_head * args.q_head, args.q_row,
+        chunk.rows, static_cast<int>(args.d_k) / 8);
+    const int count = static_cast<int>(args.stages), across = (static_cast<int>(args.d_v) + 63) / 64;
     auto fetch = [&](int item) {  // value head and tile of columns
         if (item < each * across) {
             const int head = key_head * each + item / across, column0 = item % across * 64;
-            const int vectors = min(static_cast<int>(d_v) - column0, 64) / 8;
-            const i64 at = number * heads + head;
+            const int vectors = min(static_cast<int>(args.d_v) - column0, 64) / 8;
+            const i64 at = number * args.heads + head;
             u8* const to = tiles + item % count * kStageBytes;
             VTile::template fetch<kDelta, 256>(
-                to, dout + batch * dout_batch + chunk.first * dout_row + head * dout_head + column0, dout_row, chunk.rows, vectors);
-            VTile::template fetch<kDelta, 256>(to + kVBytes, updates + at * kDelta * d_v + column0, d_v, kDelta, vectors);
-            VTile::template fetch<kDelta, 256>(to + 2 * kVBytes, drest + at * kDelta * d_v + column0, d_v, kDelta, vectors);
+                to, args.dout + batch * args.dout_batch + chunk.first * args.dout_row + head * args.dout_head + column0,
+                args.dout_row, chunk.rows, vectors);
+            VTile::template fetch<kDelta, 256>(to + kVBytes, args.updates + at * kDelta * args.d_v + column0, args.d_v,
+                                               kDelta, vectors);
+            VTile::template fetch<kDelta, 256>(to + 2 * kVBytes, args.drest + at * kDelta * args.d_v + column0,
+                                               args.d_v, kDelta, vectors);
             u8* const both = to + 3 * kVBytes;
-            VTile::template fetch<DK, 256>(both, states + at * d_k * d_v + column0, d_v, static_cast<int>(d_k), vectors);
-            VTile::template fetch<DK, 256>(both + kSBytes, dstates + at * d_k * d_v + column0, d_v, static_cast<int>(d_k), vectors);
+            VTile::template fetch<DK, 256>(both, args.states + at * args.d_k * args.d_v + column0, args.d_v,
+                                           static_cast<int>(args.d_k), vectors);
+            VTile::template fetch<DK, 256>(both + kSBytes, args.dstates + at * args.d_k * args.d_v + column0, args.d_v,
+                                           static_cast<int>(args.d_k), vectors);
         }
         ptx::cp_async_commit();
     };
@@ -83,8 +98,9 @@ __global__ void __launch_bounds__(256)
 #pragma unroll 1
     for (int e = 0; e < each; ++e) {
         const int head = key_head * each + e;
-        const i64 at = number * heads + head;
-        for (int i = thread; i < kRowKinds * kDelta; i += 256) (&numbers[0][0])[i] = rows[at * (kRowKinds * kDelta) + i];
+        const i64 at = number * args.heads + head;
+        for (int i = thread; i < kRowKinds * kDelta; i += 256)
+            (&numbers[0][0])[i] = args.rows[at * (kRowKinds * kDelta) + i];
         float inner[8][4];           // dO U^T or dR U^T
         float dots[2] = {0.0f, 0.0f};  // Q . A1, or K . A2
         float later[2] = {0.0f, 0.0f};  // K . A3
@@ -92,8 +108,8 @@ __global__ void __launch_bounds__(256)
         clear_sums(inner);
         u8* dout_tile = nullptr;
 #pragma unroll 1
-        for (int column0 = 0; column0 < static_cast<int>(d_v); column0 += 64) {
-            const int columns = min(static_cast<int>(d_v) - column0, 64), item = e * across + column0 / 64;
+        for (int column0 = 0; column0 < static_cast<int>(args.d_v); column0 += 64) {
+            const int columns = min(static_cast<int>(args.d_v) - column0, 64), item = e * across + column0 / 64;
             dout_tile = tiles + item % count * kStageBytes;
             const u8* const update_tile = dout_tile + kVBytes;
             const u8* const rest_tile = update_tile + kVBytes;
@@ -174,7 +190,9 @@ __global__ void __launch_bounds__(256)
                 if (row >= chunk.rows || vector * 8 >= columns) continue;
                 float a[8], b[8];
                 unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(rest_tile + VTile::offset(row, vector)), a);
-                load_keep<T, 8>(v + batch * v_batch + (chunk.first + row) * v_row + head * v_head + column0 + 8 * vector, b);
+                load_keep<T, 8>(args.v + batch * args.v_batch + (chunk.first + row) * args.v_row + head * args.v_head +
+                                    column0 + 8 * vector,
+                                b);
 #pragma unroll
                 for (int c = 0; c < 8; ++c) products += a[c] * b[c];
             }
@@ -283,17 +301,17 @@ __global__ void __launch_bounds__(256)
                 value += before;
                 before = __shfl_sync(0xffffffffu, value, 31);
                 if (row < chunk.rows) {
-                    dg[(dense_row + row) * heads + head] = value;
-                    dbeta[(dense_row + row) * heads + head] = betas[0][row] + betas[1][row];
+                    args.dg[(dense_row + row) * args.heads + head] = value;
+                    args.dbeta[(dense_row + row) * args.heads + head] = betas[0][row] + betas[1][row];
                 }
             }
         }
         __syncthreads();
     }
 
-    T* const result = (of_queries ? dq : dk) + (dense_row * key_heads + key_head) * d_k;
-    const i64 stride = key_heads * d_k;
-    if (flags & kNormalised) {
+    T* const result = (of_queries ? args.dq : args.dk) + (dense_row * args.key_heads + key_head) * args.d_k;
+    const i64 stride = args.key_heads * args.d_k;
+    if (args.flags & kNormalised) {
         float dot[2], norm[2];
         row_dots<T, KTile>(total, of_queries ? query_tile : key_tile, own_row, lane, dot);
 #pragma unroll
@@ -308,9 +326,9 @@ __global__ void __launch_bounds__(256)
                 total[n][2 * r + 1] -= pair[1] * norm[r] * norm[r] * dot[r];
             }
         }
-        store_rows<T>(result, stride, total, norm, own_row, chunk.rows, static_cast<int>(d_k), lane);
+        store_rows<T>(result, stride, total, norm, own_row, chunk.rows, static_cast<int>(args.d_k), lane);
     } else {
-        store_rows<T>(result, stride, total, 1.0f, own_row, chunk.rows, static_cast<int>(d_k), lane);
+        store_rows<T>(result, stride, total, 1.0f, own_row, chunk.rows, static_cast<int>(args.d_k), lane);
     }
 }
 

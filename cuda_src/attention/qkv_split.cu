@@ -17,30 +17,37 @@ namespace rtk {
 
 inline constexpr i64 kInterleaved = 1, kAnglesDense = 2, kQNormFp32 = 4, kKNormFp32 = 8;
 
+template <typename T>
+struct QkvSplitArguments {
+    const T* qkv;
+    const void *q_weight, *k_weight, *cosines, *sines;
+    const i32* pos;
+    T *q, *k, *v;
+    i64 tokens, length, q_heads, kv_heads, dim, qkv_stride, k_batch, k_token, k_head, v_batch, v_token, v_head,
+        capacity, pairs, table_rows, cos_row, cos_column, sin_row, sin_column, angle_type, pos_step, first_position,
+        lanes, flags;
+    double eps;
+};
+
 template <typename T, int VEC>
-__global__ void __launch_bounds__(256)
-    qkv_split(const T* qkv, const void* q_weight, const void* k_weight, const void* cosines, const void* sines,
-              const i32* pos, T* q, T* k, T* v, i64 tokens, i64 length, i64 q_heads, i64 kv_heads, i64 dim, i64 qkv_stride,
-              i64 k_batch, i64 k_token, i64 k_head, i64 v_batch, i64 v_token, i64 v_head, i64 capacity, i64 pairs,
-              i64 table_rows, i64 cos_row, i64 cos_column, i64 sin_row, i64 sin_column, i64 angle_type, i64 pos_step,
-              i64 first_position, i64 lanes, i64 flags, double eps) {
+__global__ void __launch_bounds__(256) qkv_split(const __grid_constant__ QkvSplitArguments<T> args) {
     ptx::wait_for_previous();
     ptx::launch_dependents();
-    const int width = static_cast<int>(lanes), lane = static_cast<int>(threadIdx.x) & (width - 1);
+    const int width = static_cast<int>(args.lanes), lane = static_cast<int>(threadIdx.x) & (width - 1);
     const u32 number = (blockIdx.x * blockDim.x + threadIdx.x) / static_cast<u32>(width);  // fewer than 2^31 threads
-    const u32 heads = static_cast<u32>(q_heads + 2 * kv_heads);
-    const bool there = number < tokens * heads;
+    const u32 heads = static_cast<u32>(args.q_heads + 2 * args.kv_heads);
+    const bool there = number < args.tokens * heads;
     const i64 token = there ? number / heads : 0, head = there ? number - static_cast<u32>(token) * heads : 0;
-    const i64 batch = static_cast<u32>(token) / static_cast<u32>(length), place = token - batch * length;
-    const i64 position = first_position + place + (pos != nullptr ? pos[batch * pos_step] : 0);
-    const bool is_q = head < q_heads, is_v = head >= q_heads + kv_heads;
-    const bool cached = !is_q && capacity >= 0;
-    const T* const from = qkv + token * qkv_stride + head * dim;
-    const void* const weight = is_v ? nullptr : is_q ? q_weight : k_weight;
-    const int rotated = is_v || cosines == nullptr ? 0 : static_cast<int>(pairs);
-    const int units = static_cast<int>((rotated + VEC - 1) / VEC + (dim - 2 * rotated + 2 * VEC - 1) / (2 * VEC));
+    const i64 batch = static_cast<u32>(token) / static_cast<u32>(args.length), place = token - batch * args.length;
+    const i64 position = args.first_position + place + (args.pos != nullptr ? args.pos[batch * args.pos_step] : 0);
+    const bool is_q = head < args.q_heads, is_v = head >= args.q_heads + args.kv_heads;
+    const bool cached = !is_q && args.capacity >= 0;
+    const T* const from = args.qkv + token * args.qkv_stride + head * args.dim;
+    const void* const weight = is_v ? nullptr : is_q ? args.q_weight : args.k_weight;
+    const int rotated = is_v || args.cosines == nullptr ? 0 : static_cast<int>(args.pairs);
+    const int units = static_cast<int>((rotated + VEC - 1) / VEC + (args.dim - 2 * rotated + 2 * VEC - 1) / (2 * VEC));
     const int rotated_units = (rotated + VEC - 1) / VEC;
-    const bool interleaved = flags & kInterleaved;
+    const bool interleaved = args.flags & kInterleaved;
     const bool vectors = VEC > 1;
 
     // The two halves of a unit: where they begin, and how many elements of each exist.
@@ -48,18 +55,18 @@ __global__ void __launch_bounds__(256)
         const int pair = unit * VEC;
         if (unit < rotated_units) {
             first = interleaved ? 2 * pair : pair;
-            second = interleaved ? first + VEC : static_cast<int>(pairs) + pair;
+            second = interleaved ? first + VEC : static_cast<int>(args.pairs) + pair;
             count_a = count_b = min(VEC, rotated - pair);
         } else {
             first = 2 * rotated + (unit - rotated_units) * 2 * VEC;
             second = first + VEC;
-            count_a = min(VEC, static_cast<int>(dim) - first);
-            count_b = min(VEC, max(static_cast<int>(dim) - second, 0));
+            count_a = min(VEC, static_cast<int>(args.dim) - first);
+            count_b = min(VEC, max(static_cast<int>(args.dim) - second, 0));
         }
     };
 
     float rstd = 1.0f;
-    if (q_weight != nullptr || k_weight != nullptr) {
+    if (args.q_weight != nullptr || args.k_weight != nullptr) {
         float sum = 0.0f;
         for (int unit = lane; there && weight != nullptr && unit < units; unit += width) {
             int first, second, count_a, count_b;
@@ -71,16 +78,17 @@ __global__ void __launch_bounds__(256)
             for (int i = 0; i < VEC; ++i) sum += a[i] * a[i] + b[i] * b[i];
         }
         sum = warp_reduce<Sum>(sum, width);
-        rstd = rsqrtf(sum / static_cast<float>(dim) + static_cast<float>(eps));
+        rstd = rsqrtf(sum / static_cast<float>(args.dim) + static_cast<float>(args.eps));
     }
-    if (!there || (cached && (position < 0 || position >= capacity))) return;
-    T* to = q + (token * q_heads + head) * dim;
+    if (!there || (cached && (position < 0 || position >= args.capacity))) return;
+    T* to = args.q + (token * args.q_heads + head) * args.dim;
     if (!is_q) {
-        const i64 own = is_v ? head - q_heads - kv_heads : head - q_heads;
+        const i64 own = is_v ? head - args.q_heads - args.kv_heads : head - args.q_heads;
         const i64 at = cached ? position : place;
-        to = is_v ? v + batch * v_batch + at * v_token + own * v_head : k + batch * k_batch + at * k_token + own * k_head;
+        to = is_v ? args.v + batch * args.v_batch + at * args.v_token + own * args.v_head
+                  : args.k + batch * args.k_batch + at * args.k_token + own * args.k_head;
     }
-    const bool known = position >= 0 && position < table_rows;
+    const bool known = position >= 0 && position < args.table_rows;
     for (int unit = lane; unit < units; unit += width) {
         int first, second, count_a, count_b;
         places(unit, first, second, count_a, count_b);
@@ -89,7 +97,7 @@ __global__ void __launch_bounds__(256)
         load_elements<T, VEC>(from + second, count_b, vectors, b);
         if (weight != nullptr) {
             float g[VEC], h[VEC];
-            const bool fp32 = flags & (is_q ? kQNormFp32 : kKNormFp32);
+            const bool fp32 = args.flags & (is_q ? kQNormFp32 : kKNormFp32);
             load_either<T, VEC>(weight, first, fp32, count_a, vectors, g);
             load_either<T, VEC>(weight, second, fp32, count_b, vectors, h);
 #pragma unroll
@@ -101,18 +109,20 @@ __global__ void __launch_bounds__(256)
             for (int i = 0; i < VEC; ++i) both[i] = a[i], both[VEC + i] = b[i];
             float cosine[VEC], sine[VEC];
             const int pair = unit * VEC;
-            if (known && (flags & kAnglesDense)) {
-                const bool fp32 = angle_type == kAnyFp32;
-                load_either<T, VEC>(cosines, position * cos_row + pair, fp32, VEC, true, cosine);
-                load_either<T, VEC>(sines, position * sin_row + pair, fp32, VEC, true, sine);
+            if (known && (args.flags & kAnglesDense)) {
+                const bool fp32 = args.angle_type == kAnyFp32;
+                load_either<T, VEC>(args.cosines, position * args.cos_row + pair, fp32, VEC, true, cosine);
+                load_either<T, VEC>(args.sines, position * args.sin_row + pair, fp32, VEC, true, sine);
             } else {
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     const bool here = known && i < count_a;
-                    const int type = static_cast<int>(angle_type);
-                    cosine[i] = here ? load_any(cosines, type, position * cos_row + (pair + i) * cos_column)
-                                     : __uint_as_float(0x7fc00000u);
-                    sine[i] = here ? load_any(sines, type, position * sin_row + (pair + i) * sin_column) : cosine[i];
+                    const int type = static_cast<int>(args.angle_type);
+                    cosine[i] =
+                        here ? load_any(args.cosines, type, position * args.cos_row + (pair + i) * args.cos_column)
+                             : __uint_as_float(0x7fc00000u);
+                    sine[i] = here ? load_any(args.sines, type, position * args.sin_row + (pair + i) * args.sin_column)
+                                   : cosine[i];
                 }
             }
 #pragma unroll

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.copy import TOKEN_OF_SIZE
+from rtkernels.aten.copy import DIM, DTYPES, FORMAT, ITEM_SIZE, SHAPES, TOKEN_OF_SIZE
 from rtkernels.aten.elementwise import copy_into
 from rtkernels.aten.strides import like_channels_last
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
@@ -29,12 +29,6 @@ _CONCAT = Kernel(
     variants=[(token,) for token in TOKEN_OF_SIZE.values()],
 )  # fmt: skip
 OP = Op("aten_concat", public=(), kernels=(_CONCAT,), torch_ops=())
-
-_FORMAT = NotHandled("memory format")
-_DTYPES = NotHandled("several dtypes")
-_SHAPES = NotHandled("shapes")
-_DIM = NotHandled("dim out of range")
-_ITEM_SIZE = NotHandled("elements of 16 bytes")
 
 
 def rows() -> Iterator[Overload]:
@@ -135,28 +129,28 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) 
         return made
     used = [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()]  # torch skips empty vectors
     if not used or not used[0].dim():
-        return _SHAPES
+        return SHAPES
     first, rank, dense, total = used[0], used[0].dim(), True, 0
     dtype, device = first.dtype, first.device
     if any(tensor.dtype != dtype or tensor.device != device for tensor in tensors):
-        return _DTYPES
+        return DTYPES
     if not -rank <= dim < rank:
-        return _DIM
+        return DIM
     dim %= rank
     shape = list(first.shape)
     for tensor in used:
         sizes = list(tensor.shape)
         if len(sizes) != rank:
-            return _SHAPES
+            return SHAPES
         total += sizes[dim]
         sizes[dim] = shape[dim]
         if sizes != shape:
-            return _SHAPES
+            return SHAPES
         if out is None and like_channels_last(tensor.shape, tensor.stride()):
-            return _FORMAT  # torch's result has it if all tensors have
+            return FORMAT  # torch's result has it if all tensors have
         dense = dense and tensor.is_contiguous()
     if TOKEN_OF_SIZE.get(first.element_size()) is None:
-        return _ITEM_SIZE
+        return ITEM_SIZE
     shape[dim] = total
     if out is not None:
         if out.dtype != first.dtype or list(out.shape) != shape or out.device != first.device:
@@ -220,12 +214,12 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if (made := _joined(tensors, dim, True)) is not None:
         return made
     if not tensors or any(tensor.shape != tensors[0].shape for tensor in tensors):
-        return _SHAPES
+        return SHAPES
     if any(like_channels_last(tensor.shape, tensor.stride()) for tensor in tensors):
-        return _FORMAT
+        return FORMAT
     rank = tensors[0].dim() + 1
     if not -rank <= dim < rank:
-        return _DIM
+        return DIM
     if tensors[0].numel() == 0:
-        return _SHAPES
+        return SHAPES
     return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)

@@ -33,13 +33,13 @@ _TRIANGLE = Kernel(
 )  # fmt: skip
 OP = Op("aten_copy", public=(), kernels=(_TRIANGLE,), torch_ops=())
 
-_FORMAT = NotHandled("memory format")
+FORMAT = NotHandled("memory format")
 _NUMBER = NotHandled("a number")
 _DEVICE = NotHandled("another device")
-_DTYPES = NotHandled("several dtypes")
-_SHAPES = NotHandled("shapes")
-_DIM = NotHandled("dim out of range")
-_ITEM_SIZE = NotHandled("elements of 16 bytes")
+DTYPES = NotHandled("several dtypes")
+SHAPES = NotHandled("shapes")
+DIM = NotHandled("dim out of range")
+ITEM_SIZE = NotHandled("elements of 16 bytes")
 _RANK = NotHandled("more than 4 dimensions, strided")
 _GAPS = NotHandled("gaps between elements")
 
@@ -112,7 +112,7 @@ def _to_copy(
 def _repeat(self: Tensor, repeats: Sequence[int]) -> Any:
     extra = len(repeats) - self.dim()
     if extra < 0 or any(times < 0 for times in repeats):
-        return _SHAPES
+        return SHAPES
     shape = (1,) * extra + tuple(self.shape)
     result = self.new_empty([times * size for times, size in zip(repeats, shape, strict=True)])
     if result.numel() == 0:
@@ -129,7 +129,7 @@ def _repeat(self: Tensor, repeats: Sequence[int]) -> Any:
 def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     rank = self.dim()
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
-        return _DIM
+        return DIM
     flipped = {dim % rank for dim in dims}
     dense = self.stride() == dense_strides(self.shape)  # else results have strides of their own, if only of size 1
     if self.numel() and dense and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
@@ -146,7 +146,7 @@ def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
     size = self.element_size()
     token = TOKEN_OF_SIZE.get(size)
     if token is None:
-        return _ITEM_SIZE
+        return ITEM_SIZE
     strides = [-step if i in flipped else step for i, step in enumerate(self.stride())]
     start = sum((self.shape[i] - 1) * self.stride(i) for i in flipped)
     how = arrange(tuple(self.shape), [tuple(result.stride()), tuple(strides)], [size, size], [0, size % 16 or 1])
@@ -176,24 +176,24 @@ _FLIPPED = Primitive(
 def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
     rank = self.dim()
     if len(pad) % 2 or len(pad) > 2 * rank or type(value) is complex:
-        return _SHAPES
+        return SHAPES
     sizes, inside, source = list(self.shape), [slice(None)] * rank, self
     for i in range(len(pad) // 2):
         dim, before, after = rank - 1 - i, pad[2 * i], pad[2 * i + 1]
         sizes[dim] += before + after
         if sizes[dim] < 0 or (sizes[dim] == 0 and self.shape[dim]):
-            return _SHAPES
+            return SHAPES
         kept = slice(max(-before, 0), self.shape[dim] - max(-after, 0))
         if kept.stop < kept.start:
-            return _SHAPES
+            return SHAPES
         source = source[(slice(None),) * dim + (kept,)]
         inside[dim] = slice(max(before, 0), sizes[dim] - max(after, 0))
     if all(number <= 0 for number in pad):  # a crop: torch clones the view, and strides of size 1 stay
         return copy_into(torch.empty_like(source), source)
     if isinstance(value, float) and not self.is_floating_point():
-        return _SHAPES
+        return SHAPES
     if not self.is_contiguous() or like_channels_last(self.shape, self.stride()):
-        return _FORMAT
+        return FORMAT
     result = self.new_empty(sizes)
     border = _fill_all(result, value)
     if type(border) is NotHandled or source.numel() == 0:
@@ -216,9 +216,9 @@ def _fill_all(result: Tensor, value: Any) -> Any:
 def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
     """Return a copy of `self`, with its strides, of which the view `part(copy)` is overwritten."""
     if self.dtype != src.dtype or self.device != src.device:
-        return _DTYPES
+        return DTYPES
     if TOKEN_OF_SIZE.get(self.element_size()) is None:
-        return _ITEM_SIZE
+        return ITEM_SIZE
     if overlaps_itself(tuple(self.shape), self.stride()):
         return OVERLAP
     if sum((n - 1) * step for n, step in zip(self.shape, self.stride(), strict=True) if n) >= max(self.numel(), 1):
@@ -226,7 +226,7 @@ def _with_part(self: Tensor, src: Tensor, part: Any) -> Any:
     result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
     view = part(result)
     if view.shape != src.shape:
-        return _SHAPES
+        return SHAPES
     for done in (copy_into(result, self), copy_into(view, src)):
         if type(done) is NotHandled:
             return done
@@ -237,13 +237,13 @@ def _slice_scatter(
     self: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
     if not -self.dim() <= dim < self.dim() or step <= 0:
-        return _DIM
+        return DIM
     return _with_part(self, src, lambda result: torch.ops.aten.slice.Tensor(result, dim, start, end, step))
 
 
 def _select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Any:
     if not -self.dim() <= dim < self.dim() or not -self.shape[dim] <= index < self.shape[dim]:
-        return _DIM
+        return DIM
     return _with_part(self, src, lambda result: result.select(dim, index))
 
 
@@ -255,7 +255,7 @@ def _diagonal_backward(grad_output: Tensor, input_sizes: Sequence[int], offset: 
 def _diag_embed(self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     rank = self.dim() + 1
     if self.dim() == 0 or not (-rank <= dim1 < rank and -rank <= dim2 < rank) or dim1 % rank == dim2 % rank:
-        return _DIM
+        return DIM
     first, second = dim1 % rank, dim2 % rank
     size = self.shape[-1] + abs(offset)
     sizes = list(self.shape[:-1])
@@ -309,14 +309,14 @@ _TRIANGLES = Primitive(
 def _triangle(upper: bool) -> Callable[..., Any]:
     def handler(self: Tensor, diagonal: int = 0) -> Any:
         if self.element_size() not in TOKEN_OF_SIZE:
-            return _ITEM_SIZE
+            return ITEM_SIZE
         if self.dim() < 2:
-            return _SHAPES
+            return SHAPES
         if not self.is_contiguous():
             if self.dim() > 4:
                 return _RANK
             if torch.empty_like(self, device="meta").stride() != dense_strides(self.shape):
-                return _FORMAT
+                return FORMAT
         return _TRIANGLES(self, diagonal, upper) if self.numel() else torch.empty_like(self)
 
     return handler

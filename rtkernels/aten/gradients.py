@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
-from rtkernels.aten.table import OUT_OF_RANGE, NotHandled, Overload
+from rtkernels.aten.table import OPTION, OUT_OF_RANGE, NotHandled, Overload
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
@@ -19,7 +19,6 @@ from rtkernels.runtime.operator.registry import Op
 
 _ROWS: list[Overload] = []
 _add_row = row_adder(_ROWS)
-_OPTION = NotHandled("option")
 
 
 def rows() -> Iterator[Overload]:
@@ -54,7 +53,7 @@ _ELU_BACKWARD = {
 
 def _elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_result):
     if is_result and alpha < 0:
-        return _OPTION
+        return OPTION
     scalars = (alpha * scale, scale, input_scale)
     return run(_ELU_BACKWARD[bool(is_result)], (grad_output, self_or_result), scalars)
 
@@ -114,13 +113,13 @@ def _glu_halves(self: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
 
 def _glu(self: Tensor, dim: int = -1) -> Any:
     halves = _glu_halves(self, dim)
-    return _OPTION if halves is None else run(_GLU, halves)
+    return OPTION if halves is None else run(_GLU, halves)
 
 
 def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
     halves = _glu_halves(self, dim)
     if halves is None or self.dtype not in FLOATS or grad_output.dtype != self.dtype:
-        return _OPTION
+        return OPTION
     inner = self.stride(dim) * halves[0].shape[dim]  # of dense tensors: elements of a half that lie side by side
     if self.is_contiguous() and grad_output.is_contiguous() and inner * self.element_size() % 16 == 0:
         if grad_output.shape == halves[0].shape and not (self.data_ptr() | grad_output.data_ptr()) & 15:
@@ -143,7 +142,7 @@ _MSE_LOSS_BACKWARD = functor("MseLossBackward", 3, dtypes=FLOATS)
 
 def _mse_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduction: int) -> Any:
     if not grad_output.dtype == self.dtype == target.dtype or self.shape != target.shape or not self.numel():
-        return _OPTION
+        return OPTION
     scale = 2.0 / self.numel() if reduction == 1 else 2.0
     return run(_MSE_LOSS_BACKWARD, (grad_output.expand(self.shape), self, target), (scale,))
 
@@ -154,7 +153,7 @@ _DROPOUT_BACKWARD = functor("DropoutBackward", 2, dtypes=FLOATS, own=2, promotio
 
 def _native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Any:
     if mask.dtype != torch.bool or mask.shape != grad_output.shape:
-        return _OPTION
+        return OPTION
     return run(_DROPOUT_BACKWARD, (grad_output, mask), (scale,))
 
 

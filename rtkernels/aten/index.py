@@ -18,7 +18,7 @@ from torch import Tensor
 from rtkernels.aten.copy import copy_into
 from rtkernels.aten.elementwise import run
 from rtkernels.aten.functors import functor
-from rtkernels.aten.table import OVERLAP, SEVERAL, NotHandled, Overload
+from rtkernels.aten.table import DTYPE, EMPTY, INVALID, OPTION, OVERLAP, RANK, SEVERAL, STRIDES, NotHandled, Overload
 from rtkernels.aten.values import any_outside
 from rtkernels.ops.index.adding import add_many_rows, add_rows, addable, sum_rows
 from rtkernels.ops.index.gathering import gather, gatherable
@@ -26,9 +26,6 @@ from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import may_overlap
 
-_INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _OPTION = (
-    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "option")
-)
 _INDICES = (torch.int32, torch.int64)
 _FROM_END = functor("FromEnd", 1, dtypes=frozenset(_INDICES))
 
@@ -42,44 +39,44 @@ def _embedding_operators() -> Any:  # imported by the first call: `enable` is to
 
 def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     if x.dtype.itemsize > 8 or index.dtype != torch.int64:
-        return _DTYPE
+        return DTYPE
     if x.dim() == 0 or index.dim() != x.dim():
-        return _RANK
+        return RANK
     if x.numel() == 0 or index.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if not -x.dim() <= dim < x.dim():
-        return _INVALID
+        return INVALID
     dim %= x.dim()
     sizes = zip(index.shape, x.shape, strict=True)
     if any(n > have for i, (n, have) in enumerate(sizes) if i != dim) or any_outside(index, 0, x.shape[dim]):
-        return _INVALID
-    return gather(x, index, dim) if gatherable(x, index, dim, False) else _STRIDES
+        return INVALID
+    return gather(x, index, dim) if gatherable(x, index, dim, False) else STRIDES
 
 
 def _index_select(x: Tensor, dim: int, index: Tensor) -> Any:
     if x.dtype.itemsize > 8 or index.dtype not in _INDICES:
-        return _DTYPE
+        return DTYPE
     if x.dim() == 0 or index.dim() != 1:
-        return _RANK
+        return RANK
     if x.numel() == 0 or index.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if not -x.dim() <= dim < x.dim() or any_outside(index, 0, x.shape[dim]):
-        return _INVALID
+        return INVALID
     dim %= x.dim()
-    return gather(x, index, dim, select=True) if gatherable(x, index, dim, True) else _STRIDES
+    return gather(x, index, dim, select=True) if gatherable(x, index, dim, True) else STRIDES
 
 
 def _embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
     if weight.dtype not in FLOATS or indices.dtype not in _INDICES:
-        return _DTYPE
+        return DTYPE
     if weight.dim() != 2:
-        return _RANK
+        return RANK
     if weight.numel() == 0 or indices.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if any_outside(indices, 0, weight.shape[0]):
-        return _INVALID
+        return INVALID
     if not indices.is_contiguous() or weight.stride(1) != 1:
         return _embedding_operators().FORWARD.launch(weight, indices, 0)
     return gather(weight, indices.view(-1), 0, select=True).view(*indices.shape, weight.shape[1])
@@ -89,11 +86,11 @@ def _embedding_dense_backward(
     grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
     if scale_grad_by_freq:
-        return _OPTION
+        return OPTION
     if grad_output.dtype not in FLOATS or indices.dtype not in _INDICES:
-        return _DTYPE
+        return DTYPE
     if grad_output.numel() == 0 or num_weights == 0 or grad_output.shape[:-1] != indices.shape:
-        return _EMPTY
+        return EMPTY
     if (
         grad_output.is_contiguous()
         and indices.is_contiguous()
@@ -110,26 +107,26 @@ def _add_rows(
 ) -> Any:
     """Add slices of `source` to those of x, or of a copy of it, that an index of one dimension names along `dim`."""
     if x.dtype not in FLOATS or source.dtype != x.dtype or index.dtype not in _INDICES:
-        return _DTYPE
+        return DTYPE
     if x.numel() == 0 or source.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if x.dim() == 1:
-        return _RANK  # sums of elements: torch's
+        return RANK  # sums of elements: torch's
     if type(alpha) not in (int, float):
-        return _OPTION
+        return OPTION
     shape, n = tuple(x.shape), x.shape[dim]
     if tuple(source.shape) != (*shape[:dim], index.numel(), *shape[dim + 1 :]):
-        return _INVALID
+        return INVALID
     if any_outside(index, -n if from_end else 0, n):
-        return _INVALID
+        return INVALID
     if not x.is_contiguous():
-        return _STRIDES
+        return STRIDES
     if in_place and (may_overlap(x, source) or may_overlap(x, index)):
         return OVERLAP  # torch refuses it
     if addable(shape, index, source, dim, in_place=in_place):
         return add_rows(x, index, source, dim, from_end=from_end, alpha=float(alpha), in_place=in_place)
     if alpha != 1 or math.prod(shape[:dim]) != 1:
-        return _OPTION
+        return OPTION
     if from_end:
         index = run(_FROM_END, (index,), (n,))
     made = x if in_place else copy_into(x.new_empty(shape), x)
@@ -142,7 +139,7 @@ def _add_rows(
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, in_place: bool = False) -> Any:
     if index.dim() != 1 or x.dim() == 0 or source.dim() != x.dim() or not -x.dim() <= dim < x.dim():
-        return _RANK
+        return RANK
     return _add_rows(x, dim % x.dim(), index, source, in_place, alpha=alpha)
 
 
@@ -154,15 +151,15 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, in_place: b
     """Sums of whole rows: an index that is one number for each of them. Sums of elements are torch's."""
     rank = x.dim()
     if rank < 2 or index.dim() != rank or src.dim() != rank or dim not in (0, -rank):
-        return _RANK
+        return RANK
     if x.numel() == 0 or index.numel() == 0 or src.numel() == 0:
-        return _EMPTY
+        return EMPTY
     rest = tuple(index.shape[1:])
     one_number = all(n == 1 or step == 0 for n, step in zip(rest, index.stride()[1:], strict=True))
     if not one_number or rest != tuple(x.shape[1:]) or index.shape[0] > src.shape[0]:
-        return _OPTION
+        return OPTION
     if any(n > have for n, have in zip(rest, src.shape[1:], strict=True)):
-        return _INVALID
+        return INVALID
     for i, n in enumerate(index.shape):
         src = src if src.shape[i] == n else src.narrow(i, 0, n)
     return _add_rows(x, 0, index[(slice(None), *[0] * (rank - 1))], src, in_place)
@@ -179,11 +176,11 @@ def _only_index(x: Tensor, indices: Any) -> tuple[int, Tensor] | NotHandled:
         return SEVERAL
     dim, index = given[0]
     if index.dtype not in _INDICES or index.device != x.device:
-        return _DTYPE
+        return DTYPE
     if x.numel() == 0 or index.numel() == 0:
-        return _EMPTY
+        return EMPTY
     n = x.shape[dim]
-    return _INVALID if any_outside(index, -n, n) else (dim, index)
+    return INVALID if any_outside(index, -n, n) else (dim, index)
 
 
 def _index(x: Tensor, indices: Any) -> Any:
@@ -192,9 +189,9 @@ def _index(x: Tensor, indices: Any) -> Any:
         return found
     dim, index = found
     if x.dtype.itemsize > 8:
-        return _DTYPE
+        return DTYPE
     if x.stride() != dense_strides(x.shape):
-        return _STRIDES  # torch's result has the order of its dimensions
+        return STRIDES  # torch's result has the order of its dimensions
     made = gather(x, index.reshape(-1), dim, select=True, from_end=True)
     return made.view((*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
 
@@ -202,17 +199,17 @@ def _index(x: Tensor, indices: Any) -> Any:
 def add_by_index(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Any:
     """Sums into rows, as the gradient of ``x[index]`` asks for; torch sorts for it. Assignment is in ``scatter.py``."""
     if not accumulate:
-        return _OPTION
+        return OPTION
     found = _only_index(x, indices)
     if isinstance(found, NotHandled):
         return found
     dim, index = found
     if x.dtype not in FLOATS or values.dtype != x.dtype:
-        return _DTYPE
+        return DTYPE
     if tuple(values.shape) != (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]):
-        return _OPTION  # broadcast
+        return OPTION  # broadcast
     if not (values.is_contiguous() and index.is_contiguous()):
-        return _STRIDES
+        return STRIDES
     if index.dim() != 1:
         index, values = index.view(-1), values.view(*x.shape[:dim], index.numel(), *x.shape[dim + 1 :])
     return _add_rows(x, dim, index, values, True, from_end=True)

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import DTYPE, EMPTY, OPTION, NotHandled, Overload
 from rtkernels.aten.values import any_outside
 from rtkernels.ops.reduce.nll_loss import nll_loss, nll_loss_grad
 from rtkernels.ops.shared.strided import FLOATS
-
-_DTYPE, _EMPTY, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "option"))
 
 
 def _rows(x: Tensor) -> Tensor | None:
@@ -29,15 +27,15 @@ def _rows(x: Tensor) -> Tensor | None:
 
 def _refused(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int) -> NotHandled | None:
     if x.dtype not in FLOATS or target.dtype != torch.int64 or (weight is not None and weight.dtype != x.dtype):
-        return _DTYPE
+        return DTYPE
     if x.numel() == 0 or target.numel() == 0:
-        return _EMPTY
+        return EMPTY
     classes = x.shape[0] if x.dim() == 1 else x.shape[1]
     places = () if x.dim() == 1 else (x.shape[0], *x.shape[2:])
     if reduction not in (0, 1, 2) or tuple(target.shape) != places or x.device != target.device:
-        return _OPTION
+        return OPTION
     if weight is not None and tuple(weight.shape) != (classes,):
-        return _OPTION
+        return OPTION
     return None
 
 
@@ -46,7 +44,7 @@ def _forward(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, i
         return refused
     rows_ = _rows(x)
     if rows_ is None or any_outside(target, 0, rows_.shape[1], ignore_index):
-        return _OPTION
+        return OPTION
     return nll_loss(rows_, target, weight, ignore_index, reduction)
 
 
@@ -57,12 +55,12 @@ def _backward(
     if (refused := _refused(x, target, weight, reduction)) is not None:
         return refused
     if grad_output.dtype != x.dtype or total_weight.dtype != x.dtype:
-        return _DTYPE
+        return DTYPE
     if tuple(grad_output.shape) != (tuple(target.shape) if reduction == 0 else ()):
-        return _OPTION
+        return OPTION
     classes, spatial = (x.shape[0], 1) if x.dim() == 1 else (x.shape[1], x.shape[2:].numel())
     if any_outside(target, 0, classes, ignore_index):
-        return _OPTION
+        return OPTION
     return nll_loss_grad(
         grad_output, target, weight, total_weight, classes, spatial, ignore_index, reduction
     ).view(x.shape)  # fmt: skip

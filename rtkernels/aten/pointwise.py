@@ -15,10 +15,9 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import OPTION, NotHandled, Overload
 
 _NEGATIVE = NotHandled("negative integer exponent")
-_OPTION = NotHandled("option")
 
 
 _ROWS: list[Overload] = []
@@ -90,7 +89,7 @@ _GELU = {"none": functor("Gelu", 1, dtypes=FLOATS), "tanh": functor("GeluTanh", 
 
 
 def _gelu(self: Tensor, *, approximate: str = "none", out: Any = None):
-    return run(_GELU[approximate], (self,), out=out) if approximate in _GELU else _OPTION
+    return run(_GELU[approximate], (self,), out=out) if approximate in _GELU else OPTION
 
 
 _add_row("gelu", _gelu, "nn.functional.gelu")
@@ -107,10 +106,10 @@ def _elu(self: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 
 _add_row("elu", _elu, "nn.functional.elu")
 _add_row("elu_", lambda self, *numbers: _elu(self, *numbers, out=self), "nn.functional.elu")
 _add_row("elu.out", _elu, "nn.functional.elu")
-_add_row("celu", lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha) if alpha else _OPTION, "nn.functional.celu")
+_add_row("celu", lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha) if alpha else OPTION, "nn.functional.celu")
 _add_row(
     "celu_",
-    lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha, out=self) if alpha else _OPTION,
+    lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha, out=self) if alpha else OPTION,
     "nn.functional.celu",
 )
 
@@ -124,7 +123,7 @@ _THRESHOLD = functor("Threshold", 1, dtypes=NUMBERS)
 def _threshold(self: Tensor, threshold: Any, value: Any, *, out: Any = None):
     if self.dtype in FLOATS:
         if not fits(threshold, self.dtype):
-            return _OPTION  # torch raises
+            return OPTION  # torch raises
         threshold = rounded(threshold, self.dtype)  # with which elements are compared
     return run(_THRESHOLD, (self,), (threshold, value), out=out)
 
@@ -136,7 +135,7 @@ _LOG_SIGMOID = functor("LogSigmoid", 1, dtypes=FLOATS)
 
 def _log_sigmoid_forward(self: Tensor):
     if self.is_cpu and not self.is_contiguous():
-        return _OPTION  # torch's CPU kernel makes a dense result of it, that for CUDA keeps strides
+        return OPTION  # torch's CPU kernel makes a dense result of it, that for CUDA keeps strides
     result = run(_LOG_SIGMOID, (self,))
     if type(result) is NotHandled:
         return result
@@ -213,7 +212,7 @@ _ADD, _SUB = functor("Add", 2), functor("Sub", 2, dtypes=NUMBERS)
 def _sums(name: str, made: Functor) -> None:
     def plain(self: Any, other: Any, *, alpha: Any = 1, out: Any = None) -> Any:
         if not _alpha(alpha, self, other) or (made is _SUB and (_is_bool(self) or _is_bool(other))):
-            return _OPTION
+            return OPTION
         return run(made, (self, other), (alpha,), out=out)
 
     def scalar(self: Any, other: Any, alpha: Any = 1) -> Any:
@@ -250,7 +249,7 @@ _sums("sub", _SUB)
 
 def _rsub(self: Tensor, other: Any, alpha: Any = 1) -> Any:
     if _is_bool(self) or _is_bool(other) or not _alpha(alpha, self, other):
-        return _OPTION
+        return OPTION
     return run(_SUB, (other, self), (alpha,))
 
 
@@ -268,7 +267,7 @@ for _name in ("DivFloorBy", "MulTrunc"):
 
 def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = None) -> Any:
     if rounding_mode not in _DIV:
-        return _OPTION
+        return OPTION
     return run(_DIV[rounding_mode], (self, other), out=out)
 
 
@@ -296,7 +295,7 @@ _ROOTS = {0.5: _float("Sqrt"), -1: _float("Reciprocal"), -0.5: _float("Rsqrt")}
 
 def _pow_number(self: Tensor, exponent: Any, *, out: Any = None) -> Any:
     if type(exponent) not in (int, float) or not exponent:
-        return _OPTION
+        return OPTION
     if not self.is_floating_point():
         if type(exponent) is int and exponent in (2, 3):
             return run(_POWERS[exponent], (self,), out=out)
@@ -305,7 +304,7 @@ def _pow_number(self: Tensor, exponent: Any, *, out: Any = None) -> Any:
         return run(_POW, (self, exponent), out=out) if exponent > 0 else _NEGATIVE
     if exponent not in _ROOTS and self.dtype in FLOATS:
         if not fits(exponent, self.dtype):
-            return _OPTION  # torch raises
+            return OPTION  # torch raises
         exponent = rounded(exponent, self.dtype)  # as torch does, but for these
     made = _ROOTS.get(exponent) or _POWERS.get(exponent)
     return run(_POW_NUMBER, (self,), (exponent,), out=out) if made is None else run(made, (self,), out=out)
@@ -331,7 +330,7 @@ _IS_CLOSE = functor("IsClose", 2, dtypes=FLOATS, result=torch.bool)
 
 def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
     if self.dtype != other.dtype or rtol < 0 or atol < 0:
-        return _OPTION
+        return OPTION
     if self.dim() == 0 or other.dim() == 0:
         return NotHandled("0-d")  # whose dtype counts less in torch's chain of ops
     return run(_IS_CLOSE, (self, other), (rtol, atol, equal_nan))
@@ -345,7 +344,7 @@ _POLAR = functor("Polar", 2, dtypes=frozenset((torch.float32,)), result=torch.in
 def _polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
     """Write both parts of a complex64 as one element of 8 bytes."""
     if abs.dtype != torch.float32 or angle.dtype != torch.float32 or (out is not None and out.dtype != torch.complex64):
-        return _OPTION
+        return OPTION
     result = run(_POLAR, (abs, angle), out=None if out is None else out.view(torch.int64))
     return result if type(result) is NotHandled else result.view(torch.complex64) if out is None else out
 

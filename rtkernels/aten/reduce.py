@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.elementwise import copy_into
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import CAPTURE, DTYPE, INVALID, NotHandled, Overload
 from rtkernels.ops.reduce.pairs import all_close, squared_error
 from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
 
-_INVALID, _CONVERTED = NotHandled("invalid arguments"), NotHandled("converted first")
+_CONVERTED = NotHandled("converted first")
 _REASONS = {
     reason: NotHandled(reason)
     for reason in ("empty", "strides", *(f"dtype {str(t).removeprefix('torch.')}" for t in (
         torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.int8, torch.int16)))
 }  # fmt: skip
-_OTHER_DTYPE = NotHandled("dtype")
-_CAPTURE = NotHandled("host read while a graph is captured")
 
 
 def _dims(rank: int, dim: Any) -> tuple[int, ...] | None:
@@ -42,9 +40,9 @@ def _dims(rank: int, dim: Any) -> tuple[int, ...] | None:
 def _prepare(dtype: torch.dtype, shape: Any, stride: Any, dim: Any, ordered: bool) -> tuple[int, ...] | NotHandled:
     dims = _dims(len(shape), dim)
     if dims is None:
-        return _INVALID
+        return INVALID
     reason = reducible(dtype, shape, stride, dims, ordered=ordered)
-    return dims if reason is None else _REASONS.get(reason, _OTHER_DTYPE)
+    return dims if reason is None else _REASONS.get(reason, DTYPE)
 
 
 def _reduced(x: Tensor, dim: Any, *, ordered: bool = False) -> tuple[int, ...] | NotHandled:
@@ -131,7 +129,7 @@ def _extreme_dim(lift: str) -> Callable[..., Any]:
 def _arg(lift: str) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if x.dtype == torch.bool:
-            return _OTHER_DTYPE
+            return DTYPE
         dims = _reduced(x, dim, ordered=True)
         if type(dims) is NotHandled:
             return dims
@@ -145,7 +143,7 @@ def truth(finish: str) -> Callable[..., Any]:
 
     def handler(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
         if isinstance(dim, (list, tuple)) and not dim:
-            return _INVALID  # torch's overloads differ
+            return INVALID  # torch's overloads differ
         dims = _reduced(x, dim)
         if type(dims) is NotHandled:
             return dims
@@ -191,7 +189,7 @@ def _moments(finish: str, wanted: str) -> Callable[..., Any]:
         if type(dims) is NotHandled:
             return dims
         if x.dtype not in FLOATS:
-            return _OTHER_DTYPE
+            return DTYPE
         divisor = max(_count(x, dims) - (1 if correction is None else correction), 0)
         if divisor == 0:
             return _REASONS["empty"]  # no degree of freedom: torch warns
@@ -202,23 +200,23 @@ def _moments(finish: str, wanted: str) -> Callable[..., Any]:
 
 def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Any:
     if x.dtype not in FLOATS or target.dtype != x.dtype:
-        return _OTHER_DTYPE
+        return DTYPE
     if x.numel() == 0:
         return _REASONS["empty"]
     if x.shape != target.shape or reduction not in (1, 2):  # broadcast, or no reduction
-        return _INVALID
+        return INVALID
     return squared_error(x, target, reduction == 1)
 
 
 def _allclose(x: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
     if x.dtype != torch.float32 or other.dtype != torch.float32:
-        return _OTHER_DTYPE
+        return DTYPE
     if x.numel() == 0:
         return _REASONS["empty"]
     if x.shape != other.shape or x.device != other.device or rtol < 0 or atol < 0:
-        return _INVALID
+        return INVALID
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _CAPTURE
+        return CAPTURE
     return all_close(x, other, rtol, atol, equal_nan)
 
 
@@ -230,13 +228,13 @@ def _into(handler: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(made, NotHandled):
             return made
         fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
-        return copy_into(out, made) if fits else _INVALID
+        return copy_into(out, made) if fits else INVALID
 
     return into
 
 
 def _trace(x: Tensor) -> Any:
-    return _sum(x.diagonal(), None) if x.dim() == 2 else _INVALID
+    return _sum(x.diagonal(), None) if x.dim() == 2 else INVALID
 
 
 def rows() -> Iterator[Overload]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.table import NotHandled, Overload, has_cuda_kernel
+from rtkernels.aten.table import DTYPE, EMPTY, OPTION, NotHandled, Overload, has_cuda_kernel, refused_rows
 from rtkernels.ops.reduce import batch_norm, group_norm, row_norm, weight_norm
 from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
@@ -18,7 +18,6 @@ from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.runtime.operator.declared import Primitive, Rows
 from rtkernels.runtime.operator.plan import Memory
 
-_DTYPE, _EMPTY, _RANK, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "no dimensions", "option"))
 _FIRST = NotHandled("not the first dimension")
 _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
@@ -33,16 +32,6 @@ def _softmax_bwd() -> Any:  # imported by the first call: `enable` is to be quic
     return BACKWARD
 
 
-def _refused(x: Tensor, dim: int) -> NotHandled | None:
-    if x.dtype not in FLOATS:
-        return _DTYPE
-    if x.numel() == 0:
-        return _EMPTY
-    if x.dim() == 0:
-        return _RANK
-    return None if -x.dim() <= dim < x.dim() else _OPTION
-
-
 def _columns(x: Tensor, dim: int) -> Tensor:
     """Return x as (outer, n, inner) around a dimension that is not the last."""
     dim %= x.dim()
@@ -51,8 +40,8 @@ def _columns(x: Tensor, dim: int) -> Tensor:
 
 def _softmax(log: bool) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int, half_to_float: bool) -> Any:
-        if half_to_float or (refused := _refused(x, dim)) is not None:
-            return _OPTION if half_to_float else refused
+        if half_to_float or (refused := refused_rows(x, dim, FLOATS)) is not None:
+            return OPTION if half_to_float else refused
         if dim in (-1, x.dim() - 1):
             return _SOFTMAX(x, 1.0, log)
         return softmax_columns(_columns(x, dim), log).view(x.shape)
@@ -63,8 +52,8 @@ def _softmax(log: bool) -> Callable[..., Any]:
 def _softmax_backward(log: bool) -> Callable[..., Any]:
     def handler(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Any:
         if input_dtype != output.dtype or grad_output.dtype != output.dtype:
-            return _OPTION
-        if (refused := _refused(output, dim)) is not None:
+            return OPTION
+        if (refused := refused_rows(output, dim, FLOATS)) is not None:
             return refused
         if dim in (-1, output.dim() - 1):
             return _softmax_bwd().launch(grad_output, output, None, 1.0, log)
@@ -78,14 +67,14 @@ def _norm_refused(x: Tensor, shape: Any, *parameters: Tensor | None) -> NotHandl
     if x.dtype not in FLOATS or (
         not x.is_cuda and x.dtype != torch.float32
     ):  # on the CPU statistics have another dtype
-        return _DTYPE
+        return DTYPE
     if x.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if not shape or x.shape[x.dim() - len(shape) :] != shape:
-        return _OPTION
+        return OPTION
     for parameter in parameters:
         if parameter is not None and (parameter.dtype != x.dtype or tuple(parameter.shape) != shape):
-            return _OPTION
+            return OPTION
     return None
 
 
@@ -101,7 +90,7 @@ def _layer_norm_backward(
 ) -> Any:  # fmt: skip
     refused = _norm_refused(x, normalized_shape, weight, bias)
     if refused is not None or grad_out.dtype != x.dtype or mean.dtype != torch.float32:
-        return refused or _DTYPE
+        return refused or DTYPE
     dx = dw = db = None
     over = len(normalized_shape)
     if output_mask[0]:
@@ -114,7 +103,7 @@ def _layer_norm_backward(
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or eps is None:
-        return refused or _OPTION
+        return refused or OPTION
     y, _, rstd = row_norm.FORWARD(x, weight, None, len(normalized_shape), False, eps)
     return y, rstd
 
@@ -124,9 +113,9 @@ def _rms_norm_backward(
 ) -> Any:
     refused = _norm_refused(x, normalized_shape, weight)
     if refused is not None or grad_out.dtype != x.dtype or rstd.dtype != torch.float32:
-        return refused or _DTYPE
+        return refused or DTYPE
     if output_mask[1] and weight is None:
-        return _OPTION  # torch raises
+        return OPTION  # torch raises
     over = len(normalized_shape)
     dx = row_norm.BACKWARD(grad_out, x, weight, None, rstd, over) if output_mask[0] else None
     return dx, row_norm.PARAMETERS(grad_out, x, None, rstd, over, False)[0] if output_mask[1] else None
@@ -134,14 +123,14 @@ def _rms_norm_backward(
 
 def _groups_refused(x: Tensor, n: int, c: int, hxw: int, group: int, *parameters: Tensor | None) -> NotHandled | None:
     if x.dtype not in FLOATS:
-        return _DTYPE
+        return DTYPE
     if x.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if x.numel() != n * c * hxw or group < 1 or c % group or c // group * hxw >= 2**31:
-        return _OPTION
+        return OPTION
     for parameter in parameters:
         if parameter is not None and (parameter.dtype != x.dtype or parameter.numel() != c):
-            return _OPTION
+            return OPTION
     return None
 
 
@@ -151,7 +140,7 @@ def _group_norm(
     if (refused := _groups_refused(x, N, C, HxW, group, weight, bias)) is not None:
         return refused
     if x.dim() > 3 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        return _OPTION  # torch keeps the format on the CPU
+        return OPTION  # torch keeps the format on the CPU
     y, mean, rstd = group_norm.group_norm(x.reshape(N, C, HxW), weight, bias, group, eps)
     return y.view(x.shape), mean, rstd
 
@@ -162,7 +151,7 @@ def _group_norm_backward(
 ) -> Any:  # fmt: skip
     refused = _groups_refused(x, N, C, HxW, group, weight)
     if refused is not None or any(t.dtype != x.dtype for t in (grad_out, mean, rstd)):
-        return refused or _DTYPE
+        return refused or DTYPE
     wanted = output_mask[0], output_mask[1] or output_mask[2]
     given = (t.reshape(N, C, HxW) for t in (grad_out, x))
     dx, parameters = group_norm.group_norm_grads(*given, weight, mean, rstd, group, wanted)
@@ -183,15 +172,15 @@ def _channels_apart(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[
 
 def _channels_refused(x: Tensor, *parameters: Tensor | None) -> NotHandled | None:
     if x.dtype not in FLOATS or (not x.is_cuda and x.dtype != torch.float32):
-        return _DTYPE  # on the CPU statistics of halves have another dtype
+        return DTYPE  # on the CPU statistics of halves have another dtype
     if x.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if x.dim() < 2 or x.numel() == x.shape[1]:
-        return _OPTION
+        return OPTION
     given = [p for p in parameters if p is not None]
     if len({p.dtype for p in given}) > 1 or any(p.dtype not in (x.dtype, torch.float32) for p in given):
-        return _DTYPE
-    return None if all(p.shape == x.shape[1:2] and p.is_contiguous() for p in given) else _OPTION
+        return DTYPE
+    return None if all(p.shape == x.shape[1:2] and p.is_contiguous() for p in given) else OPTION
 
 
 def _batch_norm(
@@ -201,7 +190,7 @@ def _batch_norm(
     if (refused := _channels_refused(x, weight, bias, running_mean, running_var)) is not None:
         return refused
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
-        return _OPTION
+        return OPTION
     order, shape, back = _channels_apart(x)
     dense = x.permute(order).contiguous()
     y, mean, rstd = batch_norm.batch_norm(
@@ -216,7 +205,7 @@ def _batch_norm_backward(
 ) -> Any:  # fmt: skip
     refused = _channels_refused(x, weight, running_mean, running_var)
     if refused is not None or grad_out.dtype != x.dtype:
-        return refused or _DTYPE
+        return refused or DTYPE
     if train:
         mean, rstd = save_mean, save_invstd
     else:
@@ -224,7 +213,7 @@ def _batch_norm_backward(
             (None, None) if running_var is None else (running_mean.float(), (running_var.float() + eps).rsqrt())
         )
     if mean is None or rstd is None or mean.dtype != torch.float32 or rstd.dtype != torch.float32:
-        return _OPTION
+        return OPTION
     order, shape, back = _channels_apart(x)
     dense, dy = x.permute(order).contiguous(), grad_out.permute(order).contiguous()
     wanted = output_mask[0], output_mask[1] or output_mask[2]
@@ -238,11 +227,11 @@ def _batch_norm_backward(
 
 def _weights_refused(v: Tensor, g: Tensor, dim: int, *norms: Tensor) -> NotHandled | None:
     if v.dtype not in FLOATS or g.dtype != v.dtype or any(n.dtype != torch.float32 for n in norms):
-        return _DTYPE
+        return DTYPE
     if v.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if not v.is_cuda and v.dtype != torch.float32:
-        return _DTYPE  # on the CPU norms have another dtype
+        return DTYPE  # on the CPU norms have another dtype
     return None if dim == 0 and v.dim() > 1 and g.numel() == v.shape[0] else _FIRST
 
 
@@ -256,7 +245,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Any:
 def _weight_norm_backward(grad_w: Tensor, saved_v: Tensor, saved_g: Tensor, saved_norms: Tensor, dim: int) -> Any:
     refused = _weights_refused(saved_v, saved_g, dim, saved_norms)
     if refused is not None or grad_w.dtype != saved_v.dtype:
-        return refused or _DTYPE
+        return refused or DTYPE
     dw, v = (t.reshape(saved_v.shape[0], -1) for t in (grad_w, saved_v))
     dv, dg = weight_norm.weight_norm_grads(dw, v, saved_g.reshape(-1), saved_norms.reshape(-1))
     return dv.view(saved_v.shape), dg.view(saved_g.shape)

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.elementwise import copy_into
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import CAPTURE, DTYPE, EMPTY, INVALID, RANK, NotHandled, Overload, refused_rows
 from rtkernels.ops.scan.compact import chosen, nonzero, repeated
 from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.runtime.launch.memory import is_capturing
 
-_INVALID, _DTYPE, _EMPTY = NotHandled("invalid arguments"), NotHandled("dtype"), NotHandled("empty")
-_RANK, _CAPTURE = NotHandled("rank"), NotHandled("host read while a graph is captured")
 _CONVERTED, _LARGE, _LONG = (NotHandled(r) for r in ("converted first", "dimension of 2^30", "dimension of 2^31"))
 
 
@@ -24,18 +22,8 @@ def _capturing(x: Tensor) -> bool:
     return x.is_cuda and is_capturing()
 
 
-def _refused(x: Tensor, dim: int) -> NotHandled | None:
-    if x.dtype not in TOKEN:
-        return _DTYPE
-    if x.numel() == 0:
-        return _EMPTY
-    if x.dim() == 0:
-        return _RANK
-    return None if -x.dim() <= dim < x.dim() else _INVALID
-
-
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    if (refused := _refused(x, dim)) is not None:
+    if (refused := refused_rows(x, dim, TOKEN)) is not None:
         return refused
     if dtype is not None and dtype != (x.dtype if x.dtype in FLOATS else torch.int64):
         return _CONVERTED
@@ -44,7 +32,7 @@ def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
 
 def _extreme(flip: bool) -> Callable[..., Any]:
     def handler(x: Tensor, dim: int) -> Any:
-        if (refused := _refused(x, dim)) is not None:
+        if (refused := refused_rows(x, dim, TOKEN)) is not None:
             return refused
         return running(x, "maximum", dim % x.dim(), flip=flip) if x.shape[dim] < 2**31 else _LONG
 
@@ -56,52 +44,52 @@ def _cumsum_out(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: T
     if isinstance(made, NotHandled):
         return made
     fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
-    return copy_into(out, made) if fits else _INVALID
+    return copy_into(out, made) if fits else INVALID
 
 
 def _nonzero(x: Tensor) -> Any:
     if x.dtype not in TOKEN:
-        return _DTYPE
+        return DTYPE
     if not 1 <= x.dim() <= 4:
-        return _RANK
+        return RANK
     if x.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if max(x.shape[1:], default=0) >= 2**30:
         return _LARGE
-    return _CAPTURE if _capturing(x) else nonzero(x)
+    return CAPTURE if _capturing(x) else nonzero(x)
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Any:
     if mask.dtype != torch.bool or x.dtype.itemsize > 8:
-        return _DTYPE
+        return DTYPE
     if x.device != mask.device:
-        return _INVALID
+        return INVALID
     if _capturing(x):
-        return _CAPTURE
+        return CAPTURE
     if x.shape != mask.shape:
         try:
             shape = torch.broadcast_shapes(x.shape, mask.shape)
         except RuntimeError:
-            return _INVALID
+            return INVALID
         x, mask = x.expand(shape), mask.expand(shape)
-    return _EMPTY if mask.numel() == 0 else chosen(x, mask)
+    return EMPTY if mask.numel() == 0 else chosen(x, mask)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Any:
     if repeats.dtype not in (torch.int32, torch.int64) or repeats.dim() != 1:
-        return _INVALID
+        return INVALID
     if repeats.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if output_size is None and _capturing(repeats):
-        return _CAPTURE
+        return CAPTURE
     if output_size is not None:
         if output_size < 1:
-            return _EMPTY
+            return EMPTY
         # Torch raises for a negative repeat, or for another sum; its CUDA kernel stops instead, as ours does.
         if not repeats.is_cuda and (bool((repeats < 0).any()) or int(repeats.sum()) != output_size):
-            return _INVALID
+            return INVALID
     result = repeated(repeats, output_size)
-    return _INVALID if result is None else result
+    return INVALID if result is None else result
 
 
 def rows() -> Iterator[Overload]:

@@ -17,16 +17,24 @@ from torch import Tensor
 from rtkernels.aten.elementwise import copy_into, fits, rounded
 from rtkernels.aten.index import add_by_index
 from rtkernels.aten.strides import overlaps_itself
-from rtkernels.aten.table import OUT_OF_RANGE, OVERLAP, SEVERAL, NotHandled, Overload
+from rtkernels.aten.table import (
+    DTYPE,
+    EMPTY,
+    INVALID,
+    OUT_OF_RANGE,
+    OVERLAP,
+    RANK,
+    SEVERAL,
+    STRIDES,
+    NotHandled,
+    Overload,
+)
 from rtkernels.aten.values import any_outside
 from rtkernels.ops.index.scattering import MAX_INDICES, scatter, scatterable
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import may_overlap
 
-_INVALID, _DTYPE, _EMPTY, _RANK, _STRIDES, _SUMS = (
-    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "strides", "sums")
-)
-_DETERMINISTIC = NotHandled("deterministic mode")
+_SUMS, _DETERMINISTIC = NotHandled("sums"), NotHandled("deterministic mode")
 _INDICES = (torch.int32, torch.int64)
 _FORMATS = {torch.float64: "<d", torch.float32: "<f", torch.float16: "<e"}
 
@@ -34,16 +42,16 @@ _FORMATS = {torch.float64: "<d", torch.float32: "<f", torch.float16: "<e"}
 def _bits(value: Any, dtype: torch.dtype) -> int | NotHandled:
     """Return the bits of a number as an element."""
     if type(value) not in (bool, int, float):
-        return _DTYPE
+        return DTYPE
     if dtype == torch.bool:
         return int(bool(value))
     if not dtype.is_floating_point:
         if dtype.is_complex or type(value) is float:
-            return _DTYPE
+            return DTYPE
         limits = torch.iinfo(dtype)
         return int(value) if limits.min <= value <= limits.max else OUT_OF_RANGE
     if dtype not in _FORMATS and dtype != torch.bfloat16:
-        return _DTYPE
+        return DTYPE
     if not fits(value, dtype):
         return OUT_OF_RANGE
     packed = struct.pack(_FORMATS.get(dtype, "<f"), value if dtype == torch.float64 else rounded(value, dtype))
@@ -58,7 +66,7 @@ def _write(
     if torch.are_deterministic_algorithms_enabled():
         return _DETERMINISTIC
     if x.dtype.itemsize > 8 or any(index.dtype not in _INDICES for index in indices):
-        return _DTYPE
+        return DTYPE
     given = isinstance(source, Tensor)
     value = 0 if given else _bits(source, x.dtype)
     if isinstance(value, NotHandled):
@@ -66,7 +74,7 @@ def _write(
     for i, index in enumerate(indices):
         n = x.shape[dim + i]
         if any_outside(index, -n if from_end else 0, n):
-            return _INVALID
+            return INVALID
     source = source if given else None
     if in_place:
         if overlaps_itself(tuple(x.shape), x.stride()) or any(may_overlap(x, index) for index in indices):
@@ -77,7 +85,7 @@ def _write(
     else:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not scatterable(out, source, indices, dim):
-        return _STRIDES
+        return STRIDES
     if not in_place and isinstance(copied := copy_into(out, x), NotHandled):
         return copied
     scatter(out, source, indices, dim, from_end=from_end, value=value)
@@ -87,19 +95,19 @@ def _write(
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Any, *, in_place: bool = False) -> Any:
     rank = x.dim()
     if rank == 0 or index.dim() != rank:
-        return _RANK
+        return RANK
     if x.numel() == 0 or index.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if not -rank <= dim < rank:
-        return _INVALID
+        return INVALID
     dim %= rank
     if any(n > have for i, (n, have) in enumerate(zip(index.shape, x.shape, strict=True)) if i != dim):
-        return _INVALID
+        return INVALID
     if isinstance(src, Tensor):
         if src.dtype != x.dtype:
-            return _DTYPE
+            return DTYPE
         if src.dim() != rank or any(n > have for n, have in zip(index.shape, src.shape, strict=True)):
-            return _INVALID
+            return INVALID
         for i, n in enumerate(index.shape):
             src = src if src.shape[i] == n else src.narrow(i, 0, n)
     return _write(x, src, (index,), dim, from_end=False, in_place=in_place)
@@ -131,19 +139,19 @@ def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False
     dim, count = given[0], len(given)
     chosen = [indices[i] for i in given]
     if values.dtype != x.dtype or any(index.dtype not in _INDICES for index in chosen):
-        return _DTYPE  # masks, too
+        return DTYPE  # masks, too
     if any(tensor.device != x.device for tensor in (values, *chosen)):
-        return _INVALID  # 0-d values and indices on the CPU
+        return INVALID  # 0-d values and indices on the CPU
     if any(tensor.numel() == 0 for tensor in (x, values, *chosen)):
-        return _EMPTY
+        return EMPTY
     if not in_place and x.stride() != dense_strides(x.shape):
-        return _STRIDES  # which torch's result keeps
+        return STRIDES  # which torch's result keeps
     try:
         named = torch.broadcast_shapes(*(index.shape for index in chosen))
         shape = (*x.shape[:dim], *named, *x.shape[dim + count :])
         values = values.expand(shape)
     except RuntimeError:
-        return _INVALID
+        return INVALID
     inner = len(shape) - dim - len(named)
     chosen = [index.reshape(*index.shape, *[1] * inner).expand(shape) for index in chosen]
     return _write(x, values, chosen, dim, from_end=True, in_place=in_place)

@@ -10,18 +10,14 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.elementwise import rounded, run
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import CAPTURE, DTYPE, EMPTY, INVALID, STRIDES, NotHandled, Overload, refused_rows
 from rtkernels.ops.scan.compact import distinct
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
 from rtkernels.ops.sort.search import is_among
 from rtkernels.ops.sort.sorting import LONGEST, PLACES, best_of_rows, sort_rows
 
-_INVALID, _DTYPE, _EMPTY, _RANK = (
-    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "no dimensions")
-)
-_LONG, _MANY, _STRIDES = NotHandled("rows too long"), NotHandled("k above 256"), NotHandled("strides")
+_LONG, _MANY = NotHandled("rows too long"), NotHandled("k above 256")
 _INEXACT = NotHandled("a number that the dtype cannot represent")
-_CAPTURE = NotHandled("host read while a graph is captured")
 
 
 @cache
@@ -47,14 +43,8 @@ def _truth(finish: str) -> Any:
 
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
     """Return x as (rows, n) with `dim` as the row, dense."""
-    if x.dtype not in TOKEN:
-        return _DTYPE
-    if x.numel() == 0:
-        return _EMPTY
-    if x.dim() == 0:
-        return _RANK
-    if not -x.dim() <= dim < x.dim():
-        return _INVALID
+    if (refused := refused_rows(x, dim, TOKEN)) is not None:
+        return refused
     n = x.shape[dim]
     return _LONG if n > LONGEST else x.movedim(dim, -1).reshape(-1, n)
 
@@ -84,10 +74,10 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     if isinstance(rows, NotHandled):
         return rows
     if x.dtype == torch.bool:
-        return _DTYPE
+        return DTYPE
     n = x.shape[dim]
     if not 1 <= k <= n:
-        return _INVALID if k else _EMPTY
+        return INVALID if k else EMPTY
     if k > 256 and n > PLACES:
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
@@ -103,14 +93,14 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
     if x.dtype not in TOKEN or x.dtype == torch.bool:  # torch counts bools without a sort, and returns other things
-        return _DTYPE
+        return DTYPE
     n = x.numel()
     if n == 0:
-        return _EMPTY
+        return EMPTY
     if n > LONGEST:
         return _LONG
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _CAPTURE
+        return CAPTURE
     ordered, order = sort_rows(x.reshape(1, -1), False, return_inverse)
     ordered = ordered.view(-1)
     values, begins = distinct(ordered, places=return_counts)
@@ -126,19 +116,19 @@ def _unique2(x: Tensor, sorted: bool = True, return_inverse: bool = False, retur
 
 def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
     if elements.dtype not in TOKEN or test_elements.dtype != elements.dtype or elements.dtype == torch.bool:
-        return _DTYPE
+        return DTYPE
     if elements.numel() == 0 or test_elements.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if elements.device != test_elements.device:
-        return _INVALID
+        return INVALID
     if not test_elements.is_contiguous():
-        return _STRIDES  # torch views them as one dimension, and raises where it cannot
+        return STRIDES  # torch views them as one dimension, and raises where it cannot
     return _LONG if test_elements.numel() > LONGEST else is_among(elements, test_elements, invert)
 
 
 def _isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
     if type(test_element) not in (int, float) or elements.dtype == torch.bool:
-        return _DTYPE
+        return DTYPE
     out = None if elements.is_contiguous() else torch.empty(elements.shape, dtype=torch.bool, device=elements.device)
     return run(_comparisons()["ne" if invert else "eq"], (elements, test_element), out=out)
 
@@ -146,16 +136,16 @@ def _isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = F
 def _number_isin(element: Any, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
     """Compare, then reduce: any element is equal, or, inverted, all are different."""
     if type(element) not in (int, float) or test_elements.dtype not in TOKEN or test_elements.dtype == torch.bool:
-        return _DTYPE
+        return DTYPE
     if test_elements.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if not test_elements.is_contiguous():
-        return _STRIDES
+        return STRIDES
     if test_elements.dtype in FLOATS:
         if rounded(element, test_elements.dtype) != element:
             return _INEXACT  # torch compares as double or as float, depending on the number of elements
     elif type(element) is float:
-        return _DTYPE
+        return DTYPE
     found = run(_comparisons()["ne" if invert else "eq"], (test_elements, element))
     return found if isinstance(found, NotHandled) else _truth("all" if invert else "any")(found)
 
@@ -164,9 +154,9 @@ def _randperm(
     n: int, *, dtype: Any = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> Any:
     if layout not in (None, torch.strided) or pin_memory or dtype not in (None, torch.int64):
-        return _INVALID
+        return INVALID
     if not 0 < n <= LONGEST:
-        return _EMPTY
+        return EMPTY
     keys = torch.empty(1, n, dtype=torch.int64, device=device).random_()
     return sort_rows(keys, False)[1].view(-1)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rtkernels.aten.measured import DEFAULT, MODULE_OF
 from rtkernels.aten.selection import asked
@@ -77,10 +78,24 @@ class NotHandled:
         return f"NotHandled({self.reason!r})"
 
 
+INVALID, DTYPE, EMPTY = NotHandled("invalid arguments"), NotHandled("dtype"), NotHandled("empty")
+NO_DIMENSIONS, RANK, STRIDES = NotHandled("no dimensions"), NotHandled("rank"), NotHandled("strides")
+OPTION, CAPTURE = NotHandled("option"), NotHandled("host read while a graph is captured")
 SMALL = NotHandled("small")  # all tensors are below the threshold
 OVERLAP = NotHandled("overlapping memory")
 OUT_OF_RANGE = NotHandled("number out of range")
 SEVERAL = NotHandled("several indices")
+
+
+def refused_rows(x: Tensor, dim: int, dtypes: Container[torch.dtype]) -> NotHandled | None:
+    """Return why the rows of a tensor along a dimension are not taken; None if they are."""
+    if x.dtype not in dtypes:
+        return DTYPE
+    if x.numel() == 0:
+        return EMPTY
+    if x.dim() == 0:
+        return NO_DIMENSIONS
+    return None if -x.dim() <= dim < x.dim() else INVALID
 
 
 @dataclass(frozen=True)

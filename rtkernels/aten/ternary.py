@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtkernels.aten.elementwise import copy_into, fits, meta_of, output_strides, rounded, run
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import OPTION, NotHandled, Overload
 from rtkernels.runtime.launch.memory import dense_strides
 
 _ROWS: list[Overload] = []
 _add_row = row_adder(_ROWS)
-_OPTION = NotHandled("option")
 _BOOL = NotHandled("bool")
 
 
@@ -41,9 +40,9 @@ def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -
     if isinstance(min, bool) or isinstance(max, bool):
         return _BOOL
     if min is None and max is None:
-        return _OPTION
+        return OPTION
     if not all(_is_bound(limit, self.dtype) for limit in (min, max)):
-        return _OPTION
+        return OPTION
     if max is None:
         return run(MAXIMUM, (self, min), out=out)
     if min is None:
@@ -67,10 +66,10 @@ _LERP_NUMBER = functor("LerpNumber", 2, dtypes=FLOATS)
 
 def _lerp(self: Tensor, end: Tensor, weight: Any, *, out: Any = None) -> Any:
     if self.dtype != end.dtype or (isinstance(weight, Tensor) and weight.dtype != self.dtype):
-        return _OPTION
+        return OPTION
     if isinstance(weight, Tensor):
         return run(_LERP, (self, end, weight), out=out)
-    return run(_LERP_NUMBER, (self, end), (weight,), out=out) if type(weight) in (int, float) else _OPTION
+    return run(_LERP_NUMBER, (self, end), (weight,), out=out) if type(weight) in (int, float) else OPTION
 
 
 for _form in ("Tensor", "Scalar"):
@@ -82,7 +81,7 @@ for _form in ("Tensor", "Scalar"):
 def _addc(name: str, made: Functor) -> None:
     def plain(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1, out: Any = None) -> Any:
         if type(value) not in (int, float):
-            return _OPTION
+            return OPTION
         return run(made, (self, tensor1, tensor2), (value,), out=out)
 
     _add_row(name, plain, name, passes=("value",))
@@ -99,14 +98,14 @@ _ADDR = functor("Addr", 3, dtypes=NUMBERS)
 
 def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if vec1.dim() != 1 or vec2.dim() != 1 or type(beta) is bool or type(alpha) is bool:
-        return _OPTION
+        return OPTION
     if self.dim() > 2 or any(
         size not in (1, of) for size, of in zip(self.shape[::-1], (len(vec2), len(vec1)), strict=False)
     ):
-        return _OPTION
+        return OPTION
     if self.dtype == vec1.dtype == vec2.dtype and self.dtype in FLOATS:
         if not fits(beta, self.dtype) or not fits(alpha, self.dtype):
-            return _OPTION  # torch raises
+            return OPTION  # torch raises
         beta, alpha = rounded(beta, self.dtype), rounded(alpha, self.dtype)
     return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
 
@@ -128,21 +127,21 @@ _add_row("where.self_out", _where, "where")
 
 def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> Any:
     if mask.dtype != torch.bool or type(value) is complex:
-        return _OPTION
+        return OPTION
     if isinstance(value, Tensor):
         if value.dim() or not _castable(value.dtype, self.dtype):
-            return _OPTION
+            return OPTION
     elif isinstance(value, float) and not self.is_floating_point():
-        return _OPTION
+        return OPTION
     elif self.is_floating_point() and not fits(value, self.dtype):
-        return _OPTION  # torch raises
+        return OPTION  # torch raises
     elif self.dtype == torch.bool:
         value = bool(value)
     if out is None:
         try:
             shape = tuple(torch.broadcast_shapes(self.shape, mask.shape))
         except RuntimeError:
-            return _OPTION
+            return OPTION
         dense = output_strides(shape, [meta_of(self)]) if _masked_fill_keeps_strides() else dense_strides(shape)
         out = self.new_empty_strided(shape, dense)
     return run(_MASKED_FILL, (self, mask, value), out=out)
@@ -170,9 +169,9 @@ for _form in ("Scalar", "Tensor"):
 def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
     to = torch.empty_like(self) if out is None else out
     if isinstance(value, Tensor):
-        return copy_into(to, value) if value.dim() == 0 and value.device == self.device else _OPTION
+        return copy_into(to, value) if value.dim() == 0 and value.device == self.device else OPTION
     if type(value) is complex or (isinstance(value, float) and not self.is_floating_point()):
-        return _OPTION
+        return OPTION
     if self.dtype == torch.bool:
         value = bool(value)
     return run(FILL, (), (value,), out=to, common=self.dtype)

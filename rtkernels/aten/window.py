@@ -9,24 +9,22 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.strides import like_channels_last
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import DTYPE, EMPTY, INVALID, RANK, NotHandled, Overload
 from rtkernels.ops.shared.strided import FLOATS
 from rtkernels.ops.window.pooling import avg_pool, max_pool
 from rtkernels.ops.window.pooling_bwd import avg_pool_grad, max_pool_grad
 from rtkernels.ops.window.upsampling import upsample_nearest, upsample_nearest_grad
 
-_INVALID, _DTYPE, _EMPTY, _RANK, _LARGE, _FORMAT = (
-    NotHandled(reason) for reason in ("invalid arguments", "dtype", "empty", "rank", "plane of 2^30", "channels last")
-)
+_LARGE, _FORMAT = NotHandled("plane of 2^30"), NotHandled("channels last")
 
 
 def _refused(x: Tensor, ranks: tuple[int, ...] = (3, 4)) -> NotHandled | None:
     if x.dtype not in FLOATS:
-        return _DTYPE
+        return DTYPE
     if x.dim() not in ranks:
-        return _RANK
+        return RANK
     if x.numel() == 0:
-        return _EMPTY
+        return EMPTY
     if max(x.shape[-2:]) >= 2**30:
         return _LARGE
     return _FORMAT if like_channels_last(x.shape, x.stride()) else None  # which torch's results have, too
@@ -69,7 +67,7 @@ def _avg_pool2d(
         return refused
     found = _windows(x, kernel_size, stride, padding, 1, ceil_mode)
     if found is None or divisor_override == 0:
-        return _INVALID
+        return INVALID
     out, window, _ = found
     y = avg_pool(_planes(x), out, window, count_include_pad, divisor_override or 0)
     return y if x.dim() == 4 else y.squeeze(0)
@@ -82,7 +80,7 @@ def _max_pool2d(
         return refused
     found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
     if found is None:
-        return _INVALID
+        return INVALID
     made = max_pool(_planes(x), *found)
     return made if x.dim() == 4 else tuple(result.squeeze(0) for result in made)
 
@@ -94,7 +92,7 @@ def _upsample_nearest2d(
         return refused
     out = tuple(output_size)
     if len(out) != 2 or min(out) < 1:
-        return _INVALID
+        return INVALID
     if max(out) >= 2**30:
         return _LARGE
     scales = _scales(x.shape[2:], out, (scales_h, scales_w))
@@ -108,8 +106,8 @@ def _planes(x: Tensor) -> Tensor:
 
 def _gradient_refused(dy: Tensor, x: Tensor, out: tuple[int, int]) -> NotHandled | None:
     if dy.dtype != x.dtype:
-        return _DTYPE
-    return None if tuple(dy.shape) == (*x.shape[:-2], *out) else _INVALID
+        return DTYPE
+    return None if tuple(dy.shape) == (*x.shape[:-2], *out) else INVALID
 
 
 def _avg_pool2d_backward(
@@ -120,7 +118,7 @@ def _avg_pool2d_backward(
         return refused
     found = _windows(x, kernel_size, stride, padding, 1, ceil_mode)
     if found is None or divisor_override == 0:
-        return _INVALID
+        return INVALID
     out, window, _ = found
     if (refused := _gradient_refused(grad_output, x, out)) is not None:
         return refused
@@ -136,7 +134,7 @@ def _max_pool2d_backward(
         return refused
     found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
     if found is None or indices.dtype != torch.int64 or indices.shape != grad_output.shape:
-        return _INVALID
+        return INVALID
     out, window, dilation = found
     if (refused := _gradient_refused(grad_output, x, out)) is not None:
         return refused
@@ -157,7 +155,7 @@ def _upsample_nearest2d_backward(
         return refused
     size = tuple(input_size)
     if tuple(grad_output.shape) != (*size[:2], *output_size) or min(size) < 1:
-        return _INVALID
+        return INVALID
     if max(size[2:]) >= 2**30:
         return _LARGE
     same = size[2:] == tuple(output_size)  # torch copies

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rtkernels
-from rtkernels.aten import several
+from rtkernels.custom import several
 from rtkernels.errors import ArgumentError
 
 

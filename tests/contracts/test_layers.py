@@ -62,6 +62,7 @@ ALLOWED = {
     "calibration": {"ops", "ops.shared"},
     "jax": {"ops", "ops.shared", "runtime.operator", "runtime.launch"},
     "aten": {"ops", "runtime.call", "runtime.operator", "runtime.launch", "runtime.build", "emulator"},
+    "custom": {"aten", "runtime.call", "runtime.operator", "runtime.launch", "runtime.build", "emulator"},
     "losses": {"ops", "runtime.operator"},
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},

@@ -235,6 +235,17 @@ def test_memory_between_launches_is_allocated_as_one(place: str) -> None:
 
 
 @at("sm_80", "cuda")
+def test_every_call_counts_the_version_of_what_it_writes_back(place: str) -> None:
+    with running_on(place) as device:
+        x, memory = torch.randn(4, COLS).to(device), torch.empty(4 * COLS // 2 + 1, dtype=torch.uint8, device=device)
+        out = memory[1:].view(4, COLS // 2)  # misaligned: a copy is written
+        for _ in range(4):  # the second call is recorded
+            version = out._version
+            assert rtkernels.quantize_nvfp4(x, global_scale=1.0, out=out)[0] is out
+            assert out._version > version
+
+
+@at("sm_80", "cuda")
 def test_results_are_written_where_a_copy_would_bring_them(place: str) -> None:
     @public
     def put(y: Tensor, x: Tensor, s: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from rtkernels import emulator
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.tensor_map import EmulatedMap, TensorMap, tiled_map
+from rtkernels.runtime.operator.plan import ITEM_BYTES
 from rtkernels.runtime.targets import Target
 
 STAGES = (1, 2, 3, 4)
@@ -85,3 +87,10 @@ def launch(
         emulate_features(features)
         with emulator.recording():
             run()
+
+
+def matrix_map(
+    address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int
+) -> TensorMap | EmulatedMap:
+    """Return the tensor map of a row-major matrix, `pitch` elements from row to row, swizzled by 128 bytes."""
+    return tiled_map(address, token, (cols, rows), (pitch * ITEM_BYTES[token],), (box_cols, box_rows))

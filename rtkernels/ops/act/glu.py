@@ -175,8 +175,10 @@ def glu(
     has no effect under ``torch.compile``, inside ``torch.utils.checkpoint`` or other saved-tensor hooks, and if x or up
     needs no gradient. ``docs/how_to/save_memory.md`` has all rules.
     """
-    plain = channel_scale is quant is out is scale_out is None and layout == "concat" and not keep
-    if not plain or isinstance(x, tuple):
+    if (
+        keep or channel_scale is not None or quant is not None or out is not None or scale_out is not None
+        or layout != "concat" or isinstance(x, tuple)
+    ):  # fmt: skip
         return _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out)
     overwrites = reuse is not None and autograd.may_overwrite(reuse, {"x": x, "up": up}, (weight,))
     if is_grad_enabled() and needs_grad(x, up, weight):

@@ -25,7 +25,7 @@ from rtkernels.runtime.operator.registry import Op
 _MAX_WIDTH = 1024  # of a head; a latent of 512 is one head
 _DTYPES = (*HALVES, torch.float32)
 _KERNEL = Kernel(
-    "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, tier="serve",
+    "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, struct=True, tier="serve",
     args="k:ptr v:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr slots:ptr positions:ptr cosines:ptr sines:ptr "
     "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 page_size:i64 table_row:i64 "
     "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "

@@ -28,7 +28,7 @@ MAX_SPLITS = 128
 _MIN_KEYS = 128  # of a split: below, merging costs more than it saves
 
 DECODE = Kernel(
-    "attention/decode.cu", "attention_decode", template="T CODES D", max_registers=255, tier="serve",
+    "attention/decode.cu", "attention_decode", template="T CODES D", max_registers=255, struct=True, tier="serve",
     args="q:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr lse:ptr "
     "parts:ptr part_lse:ptr heads:i64 group:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 splits:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 q_batch:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "

@@ -48,7 +48,7 @@ REVERSE = Kernel(
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
-    "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255,
+    "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255, struct=True,
     args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
     f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} flags:i64 stages:i64 scale:f64",
     variants=_TYPES,

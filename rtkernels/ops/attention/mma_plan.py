@@ -64,7 +64,7 @@ def _forward_tiles(target: Target) -> list[Tiles]:
 
 
 _FWD = Kernel(
-    "attention/attention_mma_fwd.cu", "attention_mma_fwd", template="T DQK DV MT BN", max_registers=255,
+    "attention/attention_mma_fwd.cu", "attention_mma_fwd", template="T DQK DV MT BN", max_registers=255, struct=True,
     args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 {_SCORE_ARGUMENTS}",
     variants=lambda target: [(t, *tiles) for t in _TOKENS for tiles in _forward_tiles(target)],
@@ -106,12 +106,12 @@ _DSINKS = Kernel(
     variants=[("fp32",)],
 )  # fmt: skip
 _DQ = Kernel(
-    _GRAD_UNIT, "attention_mma_dq", template="T DQK DV BN", max_registers=255,
+    _GRAD_UNIT, "attention_mma_dq", template="T DQK DV BN", max_registers=255, struct=True,
     args=f"{_GRAD_TENSORS} dq:ptr {stride_arguments('dq')} {_GRAD_NUMBERS}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in _GRAD_TILES],
 )  # fmt: skip
 _DKV = Kernel(
-    _GRAD_UNIT, "attention_mma_dkv", template="T DQK DV BQ PARTS", max_registers=255,
+    _GRAD_UNIT, "attention_mma_dkv", template="T DQK DV BQ PARTS", max_registers=255, struct=True,
     args=f"{_GRAD_TENSORS} dk:ptr dv:ptr {stride_arguments('dk dv')} {_GRAD_NUMBERS}",
     variants=[
         (t, *tiles, parts)
@@ -122,7 +122,7 @@ _DKV = Kernel(
 )  # fmt: skip
 _BIAS_TILES = ((64, 64), (128, 64), (256, 16))  # widths of heads, keys
 _DBIAS = Kernel(
-    "attention/attention_mma_dbias.cu", "attention_mma_dbias", template="T D BN", max_registers=255,
+    "attention/attention_mma_dbias.cu", "attention_mma_dbias", template="T D BN", max_registers=255, struct=True,
     args="q:ptr k:ptr v:ptr dout:ptr stats:ptr bias:ptr lengths:ptr kv_limit:ptr dbias:ptr batch:i64 heads:i64 "
     f"group:i64 bias_batches:i64 bias_heads:i64 lq:i64 lkv:i64 d_qk:i64 d_v:i64 {_GRAD_STRIDES}",
     variants=[(t, *tiles) for t in _TOKENS for tiles in _BIAS_TILES],

@@ -45,7 +45,8 @@ class PagedTiles(NamedTuple):
 _TILES = (PagedTiles(64, 2, 64), PagedTiles(128, 2, 32), PagedTiles(256, 1, 32))
 
 PAGED = Kernel(
-    "attention/attention_paged.cu", "attention_paged", template="T CODES D MT BN", max_registers=255, tier="serve",
+    "attention/attention_paged.cu", "attention_paged", template="T CODES D MT BN", max_registers=255, struct=True,
+    tier="serve",
     args="q:ptr k_cache:ptr v_cache:ptr cu_q:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr "
     "lse:ptr sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_qk:i64 d_v:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 "

@@ -28,7 +28,7 @@ _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
 _VECTORS = {"bf16": (8, 4, 1), "fp16": (8, 4, 1), "fp32": (4, 1)}
 _THREADS = 256
 _KERNEL = Kernel(
-    "attention/qkv_split.cu", "qkv_split", template="T VEC", max_registers=96,
+    "attention/qkv_split.cu", "qkv_split", template="T VEC", max_registers=96, struct=True,
     args="qkv:ptr q_weight:ptr k_weight:ptr cosines:ptr sines:ptr pos:ptr q:ptr k:ptr v:ptr tokens:i64 length:i64 "
     "q_heads:i64 kv_heads:i64 dim:i64 qkv_stride:i64 k_batch:i64 k_token:i64 k_head:i64 v_batch:i64 v_token:i64 "
     "v_head:i64 capacity:i64 pairs:i64 table_rows:i64 cos_row:i64 cos_column:i64 sin_row:i64 sin_column:i64 "

@@ -56,7 +56,7 @@ def _variants_sm90(target: Target) -> list[tuple[Any, ...]]:
 
 
 FORWARD = Kernel(
-    "attention/attention_mma_quant.cu", "attention_mma_quant", template="T QK PV D", max_registers=255,
+    "attention/attention_mma_quant.cu", "attention_mma_quant", template="T QK PV D", max_registers=255, struct=True,
     args="q:ptr k:ptr v:ptr scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 sq_batch:i64 sq_head:i64 "
     "sq_shift:i64 sk_batch:i64 sk_head:i64 sk_shift:i64 sv_batch:i64 sv_head:i64 sv_block:i64 left:i64 right:i64 "
@@ -65,6 +65,7 @@ FORWARD = Kernel(
 )  # fmt: skip
 FORWARD_SM90 = Kernel(
     "attention/attention_sm90_quant.cu", "attention_sm90_quant", template="T QK PV DQK D", max_registers=168,
+    struct=True,
     needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr "
     f"lse:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 {stride_arguments('out')} "

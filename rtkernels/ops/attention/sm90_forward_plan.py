@@ -46,6 +46,7 @@ EXTRA_TILES = (*BIAS_TILES, Tile(256, 256, 80, 2))
 
 FORWARD = Kernel(
     "attention/attention_sm90_fwd.cu", "attention_sm90_fwd", template="T DQK DV BN kGroups EXTRAS", max_registers=168,
+    struct=True,
     needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap out:ptr lse:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 out_batch:i64 out_row:i64 "

@@ -54,7 +54,7 @@ def quantize_fp8_shard_(
         smooth = smooth.detach().reciprocal() if divide else smooth.detach()
     cols, end = q.shape[1], offset + shard.numel()
     first, last = -(-offset // cols), end // cols  # whole rows
-    flat = q.view(torch.uint8).view(-1)
+    flat = q.view(-1)
     if pow2_scale and edge_scales is not None:
         edge_scales = torch.where(edge_scales.isnan(), edge_scales, to_pow2(edge_scales))
 
@@ -64,7 +64,7 @@ def quantize_fp8_shard_(
         if smooth is not None:
             part = part * smooth[begin - row * cols : stop - row * cols]
         codes, _ = quantize_fp8(part, edge_scales[which], dtype=q.dtype)
-        flat[begin:stop] = codes.view(torch.uint8)
+        flat[begin:stop] = codes
         if store_first_scale or begin == row * cols:
             scale[row] = edge_scales[which]
 
@@ -79,7 +79,7 @@ def quantize_fp8_shard_(
             codes, scales = quantize_fp8(whole, granularity="row", dtype=q.dtype, pow2_scale=pow2_scale)
         else:
             codes, scales, _ = quantize_fp8_smooth(whole, smooth, dtype=q.dtype, pow2_scale=pow2_scale)
-        flat[first * cols : last * cols] = codes.view(torch.uint8).view(-1)
+        flat[first * cols : last * cols] = codes.view(-1)
         scale[first:last] = scales
     if last * cols < end:
         edge(last * cols, end, 1)

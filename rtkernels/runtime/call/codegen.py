@@ -317,13 +317,15 @@ class _GuardedWriter(_Writer):
             self.scope[f"kind_of_{name}"] = kind
             lines.append(f"if type({name}) is not kind_of_{name} or len({name}) != {len(parts)}:\n        return MISS")
             lines += [f"{''.join(f'{part}, ' for part in parts)}= {name}"] if parts else []
-        same = [self.same(name, value) for name, value in self.arguments.values.items()]
+        # Calls that autograd records come here first, too, and are told apart by the first comparisons.
+        same = ["not is_grad_enabled()"] if any(t.requires_grad for t in tensors.values()) else []
         distinct: dict[int, str] = {}
         for name, tensor in tensors.items():
-            if (first := distinct.setdefault(id(tensor), name)) != name:
-                same.append(f"{name} is {first}")
-        if any(t.requires_grad for t in tensors.values()):
-            same.append("not is_grad_enabled()")
+            distinct.setdefault(id(tensor), name)
+        self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
+        same.append(f"matches({', '.join(distinct.values())})")
+        same += [self.same(name, value) for name, value in self.arguments.values.items()]
+        same += [f"{name} is {distinct[id(t)]}" for name, t in tensors.items() if distinct[id(t)] != name]
         if torch.is_autocast_enabled(self.trace.device.type):  # ``matches`` sees whether it is
             self.scope["autocast_dtype"] = torch.get_autocast_dtype
             kind = self.trace.device.type
@@ -340,8 +342,6 @@ class _GuardedWriter(_Writer):
         if self.trace.debug:
             self.scope["environ"] = os.environ
             same.append("not environ.get('RTKERNELS_DEBUG')")
-        self.scope["matches"] = same_tensors([tensors[name] for name in distinct.values()])
-        same.append(f"matches({', '.join(distinct.values())})")
         lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
         others = [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
         used = _words([*self.body, *others])

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from textwrap import indent
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,16 @@ from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forwar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose keyword-only arguments can be passed by position.
+
+    Python passes more than 14 keywords as a dict, which costs as much as the rest of the way to an operator.
+    """
+    code = function.__code__
+    code = code.replace(co_argcount=code.co_argcount + code.co_kwonlyargcount, co_kwonlyargcount=0)
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+
 def public(function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True) -> F:
     """Make a function public.
 
@@ -41,12 +52,11 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     if function is None:
         return functools.partial(public, own_out=own_out, over=over, recent=recent)  # type: ignore[return-value]
     parameters = inspect.signature(function).parameters
-    listed, passed = [], []
+    listed = []
     for name, p in parameters.items():
         if p.kind is p.KEYWORD_ONLY and "*" not in listed:
             listed.append("*")
         listed.append(name)
-        passed.append(name if p.kind is not p.KEYWORD_ONLY else f"{name}={name}")
     names, by_name = ", ".join(parameters), "{" + ", ".join(f"{name!r}: {name}" for name in parameters) + "}"
     first = next(iter(parameters))
     is_array = f"not isinstance({first}, Tensor)"
@@ -71,7 +81,7 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
     if "out" in parameters and not own_out:
         call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]
-    call.append(f"return _function({', '.join(passed)})")
+    call.append(f"return _by_position({names})")
     body = "\n".join(call)
     first_lines = (replay if recent else "") + indent(body, " " * 8)
     source = f"""
@@ -87,6 +97,7 @@ def _call({names}):
 """
     scope: dict[str, Any] = {  # without a __name__: Dynamo would import it
         "Tensor": Tensor, "_TENSOR_TYPES": TENSOR_TYPES, "_MISS": MISS, "_function": function, "_last": miss,
+        "_by_position": _by_position(function),
         "_miss": miss, "_over": over.split(), "_explain": explainer(function),
         "_is_dynamo_compiling": is_dynamo_compiling,
         "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,

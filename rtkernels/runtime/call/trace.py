@@ -322,10 +322,12 @@ class DispatchTrace(Trace, TorchDispatchMode):
                     self._add_record(Record(None, call, views, {}, changes=bool(operator._written)), result)
             except NotRepeatable as error:
                 self.refuse(str(error))
-        with self:
-            for i in operator._places:
-                if operator._kinds[i].written and used[i] is not args[i]:
+        for i in operator._places:
+            if operator._kinds[i].written and used[i] is not args[i]:
+                with self:
                     args[i].copy_(used[i])
+                if operator.counts_versions and not args[i].is_inference():  # in a mode, `copy_` counts none
+                    torch.autograd.graph.increment_version(args[i])
         return result
 
     @staticmethod

@@ -77,24 +77,6 @@ def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, 
     return ""
 
 
-def matrix_map(
-    address: int, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int
-) -> TensorMap | EmulatedMap:
-    """Return the map of a row-major matrix for TMA copies of boxes, swizzled by 128 bytes.
-
-    Args:
-        address: Address of the first element on the device, a multiple of 16.
-        token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
-        rows: Rows of the matrix; elements outside are read as 0.
-        cols: Columns of the matrix.
-        pitch: Elements from row to row; a multiple of 16 bytes.
-        box_rows: Rows of a box, at most 256.
-        box_cols: Columns of a box, at most 128 bytes.
-    """
-    size = _TYPES[token][1]
-    return tiled_map(address, token, (cols, rows), (pitch * size,), (box_cols, box_rows))
-
-
 def tiled_map(
     address: int,
     token: str,

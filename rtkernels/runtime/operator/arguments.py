@@ -46,9 +46,7 @@ class ArgumentTypes:
             if kind == "List[Tensor]":
                 _check_list(name, value)
             elif kind in _ACCEPTED:
-                accepted, wanted = _ACCEPTED[kind]
-                if not isinstance(value, accepted):
-                    raise ArgumentError(_message(name, value, wanted))
+                check_kind(name, kind, value)
                 if kind == "int" and isinstance(value, int) and value not in _INT64:
                     raise ArgumentError(f"{name} is {value}; expected an integer of 64 bits")
                 if kind == "bool":
@@ -71,6 +69,13 @@ class ArgumentTypes:
                 where, of = value.device, name
             elif value.device != where:
                 raise ArgumentError(f"{name} is on {value.device}; expected {where}, that of {of}")
+
+
+def check_kind(name: str, kind: str, value: Any) -> None:
+    """Raise an ArgumentError if an argument is not of its type in a schema, of those that are checked here."""
+    accepted, wanted = _ACCEPTED.get(kind, (object, ""))
+    if not isinstance(value, accepted):
+        raise ArgumentError(_message(name, value, wanted))
 
 
 def check_number(name: str, value: Any) -> Any:

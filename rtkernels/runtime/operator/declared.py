@@ -18,6 +18,7 @@ from rtkernels.runtime.depends import option_code
 from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.arguments import check_kind
 from rtkernels.runtime.operator.declaration import Declared
 from rtkernels.runtime.operator.kinds import (
     Aligned,
@@ -88,6 +89,16 @@ class Operator(Declared, TorchOp):
         Declared.__init__(self, name, arguments, **declaration)
         self._compared = self.resolves_lazy = self._prepare is None and self.lists is None
         TorchOp.__init__(self, self.schema, launch=self.launch, reference=self._run_reference, fake=self._fake)
+
+    def check(self, *values: Any) -> None:
+        """Raise an ArgumentError for metas and options that are unsupported or do not go together.
+
+        Steps need not use every option, so one of another type would be found only where the dispatcher sees the call.
+        """
+        for name, value in zip(self.names, values, strict=True):
+            if name in self._option_types and name not in self._numbers:
+                check_kind(name, self._option_types[name], value)
+        super().check(*values)
 
     def at_site(self) -> Callable[..., Any]:
         """Return another ``call`` for one call site, with recent calls of its own.

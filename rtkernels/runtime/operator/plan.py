@@ -83,7 +83,7 @@ class Boxes(NamedTuple):
 def matrix_boxes(
     name: str, token: str, rows: int, cols: int, pitch: int, box_rows: int, box_cols: int, **more: Any
 ) -> Boxes:
-    """Return the tensor map of a row-major matrix; arguments as for ``tensor_map.matrix_map``."""
+    """Return the tensor map of a row-major matrix, `pitch` elements from row to row, for boxes of at most 256 rows."""
     return Boxes(name, token, (cols, rows), (pitch * ITEM_BYTES[token],), (box_cols, box_rows), **more)
 
 

@@ -112,6 +112,9 @@ def test_transposed_codes_with_padding(place: str, case: str) -> None:
         assert not got.any()
         with pytest.raises(ArgumentError, match="pad_to is 0"):
             rtkernels.glu_smooth_fp8_backward(*given, **options, pad_to=0)
+        for _ in range(3):
+            with pytest.raises(ArgumentError, match="pad_to is a float; expected an integer"):
+                rtkernels.glu_smooth_fp8_backward(*given, **(options | {"layout": "row"}), pad_to=1.0)
 
 
 @at("sm_80")

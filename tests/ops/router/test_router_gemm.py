@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support import device_probe
 from support.compare import ROUNDOFF, assert_same_bits, relative_error, running_on
 from support.places import ORDERS, at, emulated, error_tests, short
 from support.ways import assert_equal_bits, captured
@@ -22,7 +23,7 @@ from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.runtime.launch import driver as launching
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.plans import Plans
-from rtkernels.runtime.launch.tensor_map import TensorMap, matrix_map, tiled_map
+from rtkernels.runtime.launch.tensor_map import TensorMap, tiled_map
 
 router_gemm = rtkernels.router_gemm
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -512,8 +513,8 @@ def test_streams_and_repeats_give_the_same_bits() -> None:
 def test_tensor_map_that_the_driver_refuses() -> None:
     memory = torch.zeros(64, 64, dtype=BF16, device="cuda")
     with pytest.raises(RtkError, match=r"cuTensorMapEncodeTiled failed with status \d+ for bf16 \[64, 64\]"):
-        matrix_map(memory.data_ptr() + 2, "bf16", 64, 64, 64, 64, 64)
-    assert matrix_map(memory.data_ptr(), "bf16", 64, 64, 64, 64, 64).address % 64 == 0
+        device_probe.matrix_map(memory.data_ptr() + 2, "bf16", 64, 64, 64, 64, 64)
+    assert device_probe.matrix_map(memory.data_ptr(), "bf16", 64, 64, 64, 64, 64).address % 64 == 0
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from support.places import at, emulated
 
 import rtkernels
 from rtkernels.emulator import EmulatorError
-from rtkernels.runtime.launch.tensor_map import matrix_map
 from rtkernels.runtime.layout import DTYPE_TOKEN
 
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -88,7 +87,7 @@ def sent(dtype: torch.dtype, rows: int, columns: int, times: int = 1, *, fault: 
     box = 128 // out.element_size()
     device_probe.launch(
         device_probe.EPILOGUE_TMA, (DTYPE_TOKEN[dtype], count), out.device, blocks, 256,
-        lambda: matrix_map(out.data_ptr(), DTYPE_TOKEN[dtype], rows, columns, out.shape[1], 64, box),
+        lambda: device_probe.matrix_map(out.data_ptr(), DTYPE_TOKEN[dtype], rows, columns, out.shape[1], 64, box),
         fragments(matrix, count).to(device), scale.to(device), bias.to(device), rows, columns, times, fault,
         shared=2 * 64 * width * out.element_size(),
     )  # fmt: skip

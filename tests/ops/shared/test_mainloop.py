@@ -9,7 +9,6 @@ from support.compare import running_on
 from support.places import at, emulated
 
 import rtkernels
-from rtkernels.runtime.launch.tensor_map import matrix_map
 from rtkernels.runtime.layout import DTYPE_TOKEN
 
 CASES = {"bf16_whole_depth": (torch.bfloat16, 4, False), "fp16_promoted": (torch.float16, 3, True)}
@@ -28,9 +27,9 @@ def product(
     out = torch.full((rows, -(-columns // 8) * 8), 7.0, dtype=dtype, device=device)
     device_probe.launch(
         device_probe.MAINLOOP, (token, stages, promotes), out.device, grid, 384,
-        lambda: matrix_map(a.data_ptr(), token, rows, depth, a.shape[1], 128, 64),
-        lambda: matrix_map(b.data_ptr(), token, columns, depth, b.shape[1], 128, 64),
-        lambda: matrix_map(out.data_ptr(), token, rows, columns, out.shape[1], 64, 64),
+        lambda: device_probe.matrix_map(a.data_ptr(), token, rows, depth, a.shape[1], 128, 64),
+        lambda: device_probe.matrix_map(b.data_ptr(), token, columns, depth, b.shape[1], 128, 64),
+        lambda: device_probe.matrix_map(out.data_ptr(), token, rows, columns, out.shape[1], 64, 64),
         scale, bias, rows, columns, depth, promote, shared=1024 + stages * 32768 + 2 * 16384 + 16 * stages,
     )  # fmt: skip
     left, right, got = a[:, :depth].double(), b[:, :depth].double(), out.double()

@@ -13,9 +13,10 @@ the functions that it finds)::
     device.launches                                     # how many kernels were launched so far
 
 Tensors on it are CUDA tensors to torch (``is_cuda``, dispatch keys, guards in C++, autograd's device thread); a small
-extension (``device.cpp``, built with the host compiler at the first use) gives torch's CPU build an allocator, a device
-guard and kernels for CUDA tensors. Torch's own operators run as their CPU kernels on the same memory. Of rtkernels only
-what talks to the driver is replaced: loading kernels, the driver's launch functions and tensor maps.
+extension (``device.cpp``, built with the host compiler at the first use) gives torch an allocator, a device guard and
+kernels for CUDA tensors; in a CUDA build they replace torch's own. Torch's own operators run as their CPU kernels on
+the same memory. Of rtkernels only what talks to the driver is replaced: loading kernels, the driver's launch functions
+and tensor maps.
 
 ``launch="count"`` counts launches and computes nothing: for host time. An allocation and a launch cost another time
 than on a machine with a GPU, so host times are to be compared with those of another tree, measured likewise, only
@@ -91,13 +92,13 @@ def install(launch: str = "count", arch: str = H200, sm_count: int | None = None
         sm_count: How many SMs it has; None for as many as the usual GPU of its arch.
 
     Raises:
-        RuntimeError: This torch has CUDA, another device is installed, or ops are imported already.
+        RuntimeError: A GPU is visible, another device is installed, or ops are imported already.
     """
     global _installed
     if launch not in ("count", "emulate"):
         raise ValueError(f"launch is {launch!r}; expected 'count' or 'emulate'")
-    if torch.backends.cuda.is_built():
-        raise RuntimeError("this torch has CUDA; the stand-in needs a CPU build")
+    if torch.cuda.is_available():
+        raise RuntimeError("there is a GPU; hide it from the stand-in (CUDA_VISIBLE_DEVICES=)")
     if _installed is not None or any(name.startswith("rtkernels.ops.") for name in sys.modules):
         raise RuntimeError("install the stand-in once, in a process that has imported no op of rtkernels")
     device = StandIn(_build.extension(), arch, sm_count or _SM_COUNTS[arch])

@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <variant>
@@ -495,18 +496,19 @@ PyObject* python_skip_known_calls(PyObject*, PyObject* on) {
     Py_RETURN_NONE;
 }
 
-// Registers `run_on_cpu` for operators of aten that have a CPU kernel and no CUDA kernel.
+// Registers `run_on_cpu` for operators of aten that have a CPU kernel, all but those above. In a CUDA build, it replaces
+// torch's own kernels.
 PyObject* python_take_cpu_kernels(PyObject*, PyObject*) {
     static std::unique_ptr<torch::Library> library;
     if (library) Py_RETURN_NONE;
     library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    static const std::set<std::string> own = {"aten::empty", "aten::empty_strided", "aten::as_strided", "aten::view",
+                                              "aten::copy_", "aten::record_stream"};
     auto& dispatcher = c10::Dispatcher::singleton();
     for (const auto& name : dispatcher.getAllOpNames()) {
         if (name.name.compare(0, 6, "aten::") != 0) continue;
         auto op = dispatcher.findOp(name);
-        if (!op.has_value() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-            op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
-            continue;
+        if (!op.has_value() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || own.count(name.name)) continue;
         const std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
         library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
     }

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rtkernels import emulator
 from rtkernels.aten.elementwise import run, shares_partly
-from rtkernels.aten.expressions import PROMOTIONS, SCALARS, TENSORS, Expression, Forward
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, Kernels
-from rtkernels.aten.several import SeveralKernels, run_several, variant_of
 from rtkernels.aten.strides import overlaps_itself
 from rtkernels.aten.table import NotHandled
+from rtkernels.custom.expressions import PROMOTIONS, SCALARS, TENSORS, Expression, Forward
+from rtkernels.custom.several import SeveralKernels, run_several, variant_of
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.build import sources
 from rtkernels.runtime.launch.device import emulate_features
@@ -26,7 +26,7 @@ from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, functorch_transform, is_dynamo_compiling
 
-_made: dict[str, tuple[Any, Callable[..., Any]]] = {}
+_defined: dict[str, tuple[Any, Callable[..., Any]]] = {}
 
 
 def pointwise(
@@ -77,14 +77,14 @@ def pointwise(
     gradients = forward.gradients(backward)
     texts = tuple(e.text for e in forward.results), forward.single, tuple(forward.kinds)
     definition = (texts, tuple((tensor, e.text) for tensor, e in gradients.items()), reference)
-    if name in _made:
-        if _made[name][0] == definition:
-            return _made[name][1]
+    if name in _defined:
+        if _defined[name][0] == definition:
+            return _defined[name][1]
         raise ArgumentError(f"name is {name!r}, which is a pointwise operator with other expressions already")
-    if any(name == made.name for op in registry.ops() for made in op.torch_ops):
+    if any(name == known.name for op in registry.ops() for known in op.torch_ops):
         raise ArgumentError(f"name is {name!r}, which is an operator of rtkernels already")
     function = _operator(name, forward, gradients, reference)
-    _made[name] = definition, function
+    _defined[name] = definition, function
     return function
 
 
@@ -179,8 +179,8 @@ def _operator(
                 if not wanted:
                     found.append(None)
                     continue
-                made = operators[f"_d{tensor}"](*[values[t] for t in e.tensors], *[numbers[s] for s in e.scalars])
-                found.append(made.to(values[tensor].dtype).sum_to_size(values[tensor].shape))
+                gradient = operators[f"_d{tensor}"](*[values[t] for t in e.tensors], *[numbers[s] for s in e.scalars])
+                found.append(gradient.to(values[tensor].dtype).sum_to_size(values[tensor].shape))
             return (*found, *[None] * len(scalars))
 
     def call(*args: Tensor | float, out: Any = None) -> Any:

@@ -1,0 +1,1 @@
+"""Operators that users define: ``rtkernels.pointwise``, from C expressions."""
