@@ -28,22 +28,15 @@
 
 namespace rtk {
 
-struct QuantArguments {
-    const float *scale_q, *scale_k, *scale_v;
-    const i32 *lengths, *cu_q, *cu_k;
-    void* out;
-    float* lse;
-    u32* counter;
-    i64 batches, heads, heads_per_kv, lq, lkv, d_v, out_batch, out_row, out_head, lse_batch, lse_head, sq_batch,
-        sq_head, sq_shift, sk_batch, sk_head, sk_shift, sv_batch, sv_head, sv_block, left, right, heads_together,
-        out_fp16;
-    double scale;
-};
-
 template <typename T, int QK, int PV, int DQK, int D>
 __global__ void __launch_bounds__(384, 1)
     attention_sm90_quant(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
-                         const __grid_constant__ ptx::TensorMap v_map, const __grid_constant__ QuantArguments args) {
+                         const __grid_constant__ ptx::TensorMap v_map, const float* scale_q, const float* scale_k,
+                         const float* scale_v, const i32* lengths, const i32* cu_q, const i32* cu_k, void* out, float* lse,
+                         u32* counter, i64 batches, i64 heads, i64 heads_per_kv, i64 lq, i64 lkv, i64 d_v, i64 out_batch,
+                         i64 out_row, i64 out_head, i64 lse_batch, i64 lse_head, i64 sq_batch, i64 sq_head, i64 sq_shift,
+                         i64 sk_batch, i64 sk_head, i64 sk_shift, i64 sv_batch, i64 sv_head, i64 sv_block, i64 left, i64 right,
+                         i64 heads_together, i64 out_fp16, double scale) {
     constexpr bool kCodes = PV != kValues16, kDirect = PV == kValues16 || PV == kValuesWhole;
     constexpr int kBoxes = (DQK + 127) / 128;  // of 128 columns of q and k
     constexpr int BM = 128, BN = 128, kConsumers = 8, kStages = !kDirect ? 4 : DQK > 128 ? 2 : 3, kHalf = 64;  // kHalf: keys that share scales of values
@@ -69,9 +62,9 @@ __global__ void __launch_bounds__(384, 1)
         return *reinterpret_cast<const float2*>(memory + (address - ptx::shared_address(memory)));
     };
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
-    const u32 tiles = static_cast<u32>(ceil_div(args.lq, BM));
-    const u32 count = tiles * static_cast<u32>(args.heads) * static_cast<u32>(args.batches);
-    DrawnSource<WarpHandover> source(args.counter, WarpHandover(handover_memory, warp == kConsumers));
+    const u32 tiles = static_cast<u32>(ceil_div(lq, BM));
+    const u32 count = tiles * static_cast<u32>(heads) * static_cast<u32>(batches);
+    DrawnSource<WarpHandover> source(counter, WarpHandover(handover_memory, warp == kConsumers));
 
     if (threadIdx.x == 0) {
         q_pipe.init(1, kConsumers);
@@ -90,13 +83,12 @@ __global__ void __launch_bounds__(384, 1)
         PipelineState<kStages> k_state, v_state;
         u32 patched = 0;
         for (u32 index; (index = source.draw()) < count;) {
-            const QueryTile tile(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
-                                 static_cast<u32>(args.heads_together));
-            const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
-            const Interval any = Mask(sequence, args.left, args.right).keys_any(tile.m * BM, tile.m * BM + BM);
+            const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                                 static_cast<u32>(heads_together));
+            const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+            const Interval any = Mask(sequence, left, right).keys_any(tile.m * BM, tile.m * BM + BM);
             if (tile.m * BM >= sequence.lq || any.empty()) continue;
-            const int kv_head = tile.head / static_cast<int>(args.heads_per_kv),
-                      batch = args.cu_q == nullptr ? tile.batch : 0;
+            const int kv_head = tile.head / static_cast<int>(heads_per_kv), batch = cu_q == nullptr ? tile.batch : 0;
             const int first = any.first / BN, last = (any.end - 1) / BN;
 
             q_pipe.acquire(q_state);
@@ -125,11 +117,10 @@ __global__ void __launch_bounds__(384, 1)
                         }
                     }
                 }
-                const float* const from =
-                    args.scale_k + tile.batch * args.sk_batch + kv_head * args.sk_head + sequence.k_row;
+                const float* const from = scale_k + tile.batch * sk_batch + kv_head * sk_head + sequence.k_row;
                 for (int i = lane; i < BN; i += kWarp)
-                    ptx::cp_async_4_or_zero(key_scales + k_state.stage * kKeyScales + 4 * i,
-                                            from + ((n * BN + i) >> args.sk_shift), n * BN + i < sequence.keys);
+                    ptx::cp_async_4_or_zero(key_scales + k_state.stage * kKeyScales + 4 * i, from + ((n * BN + i) >> sk_shift),
+                                            n * BN + i < sequence.keys);
                 ptx::cp_async_arrive(k_pipe.full(k_state));
                 k_state.advance();
             };
@@ -140,7 +131,7 @@ __global__ void __launch_bounds__(384, 1)
                 v_pipe.acquire(v_state);
                 const ptx::SharedAddress to = v_tiles + v_state.stage * kVBytes;
                 if constexpr (kCodes) {
-                    if (args.lengths != nullptr && n * BN + BN > sequence.keys) {
+                    if (lengths != nullptr && n * BN + BN > sequence.keys) {
                         // As in Boxed::fetch_some: rows past the last 16 valid keys may be NaN.
                         if (lane == 0) {
                             ptx::mbarrier_arrive_expect(patch, kVBytes);
@@ -157,14 +148,14 @@ __global__ void __launch_bounds__(384, 1)
                         ptx::tma_load_4d(to, v_map, v_pipe.expect(v_state, kVBytes), n * BN, 0, kv_head, batch);
                     }
                     if constexpr (!kDirect) {
-                        const float* const from = args.scale_v + tile.batch * args.sv_batch + kv_head * args.sv_head;
+                        const float* const from = scale_v + tile.batch * sv_batch + kv_head * sv_head;
                         for (int i = lane; i < 2 * D; i += kWarp)
                             ptx::cp_async_4_or_zero(value_scales + v_state.stage * kValueScales + 4 * i,
-                                                    from + (2 * n + i / D) * args.sv_block + i % D,
-                                                    i % D < args.d_v && n * BN + i / D * kHalf < sequence.keys);
+                                                    from + (2 * n + i / D) * sv_block + i % D,
+                                                    i % D < d_v && n * BN + i / D * kHalf < sequence.keys);
                         ptx::cp_async_arrive(v_pipe.full(v_state));
                     }
-                } else if ((args.lengths != nullptr || args.cu_k != nullptr) && n * BN + BN > sequence.keys) {
+                } else if ((lengths != nullptr || cu_k != nullptr) && n * BN + BN > sequence.keys) {
                     VTile::fetch_some(to, v_map, patch, patched, sequence.k_row + n * BN, kv_head, batch, sequence.keys - n * BN);
                     v_pipe.commit_warp(v_state);
                 } else if (lane == 0) {
@@ -188,18 +179,17 @@ __global__ void __launch_bounds__(384, 1)
     PipelineState<kStages> k_state, v_state;
     for (u32 index; (index = source.draw()) < count;) {
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
-        const QueryTile tile(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
-                             static_cast<u32>(args.heads_together));
-        const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
-        const WarpgroupRows own(Mask(sequence, args.left, args.right), tile.m * BM, BM, group);
+        const QueryTile tile(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                             static_cast<u32>(heads_together));
+        const Sequence sequence = sequence_at(tile.batch, lq, lkv, cu_q, cu_k, lengths);
+        const WarpgroupRows own(Mask(sequence, left, right), tile.m * BM, BM, group);
         if (own.row0 >= sequence.lq) continue;
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = own.row0 + own_row + 8 * r;
-            const i64 at =
-                tile.batch * args.sq_batch + tile.head * args.sq_head + sequence.q_row + (i >> args.sq_shift);
-            factor[r] = i < sequence.lq ? args.scale_q[at] * (static_cast<float>(args.scale) * kLog2e) : 1.0f;
+            const i64 at = tile.batch * sq_batch + tile.head * sq_head + sequence.q_row + (i >> sq_shift);
+            factor[r] = i < sequence.lq ? scale_q[at] * (static_cast<float>(scale) * kLog2e) : 1.0f;
             if (factor[r] == 0.0f) factor[r] = 1e-30f;  // no 0 * inf where keys are masked
         }
         SoftmaxState state;
@@ -391,33 +381,30 @@ __global__ void __launch_bounds__(384, 1)
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above
-        const QueryTile at(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
-                           static_cast<u32>(args.heads_together));
-        const Sequence rows = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+        const QueryTile at(index, tiles, static_cast<u32>(heads), static_cast<u32>(batches),
+                           static_cast<u32>(heads_together));
+        const Sequence rows = sequence_at(at.batch, lq, lkv, cu_q, cu_k, lengths);
         const int exist = rows.lq - at.m * BM;
         const i64 first_row = rows.q_row + at.m * BM;
         float times[2], row_lse[2];
         state.finish(factor, negative_infinity(), times, row_lse);
         if constexpr (PV == kValuesWhole) {
-            const float* const scales =
-                args.scale_v + at.batch * args.sv_batch + at.head / args.heads_per_kv * args.sv_head + 2 * t;
+            const float* const scales = scale_v + at.batch * sv_batch + at.head / heads_per_kv * sv_head + 2 * t;
 #pragma unroll
             for (int j = 0; j < D / 8; ++j)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const float by = 8 * j < args.d_v ? scales[8 * j + c] : 0.0f;
+                    const float by = 8 * j < d_v ? scales[8 * j + c] : 0.0f;
                     o[4 * j + c] *= by, o[4 * j + 2 + c] *= by;
                 }
         }
-        const i64 first_out = at.batch * args.out_batch + at.head * args.out_head + first_row * args.out_row;
-        if (kCodes && args.out_fp16 != 0) {
-            store_rows(static_cast<fp16*>(args.out) + first_out, args.out_row, own_row, exist,
-                       static_cast<int>(args.d_v), o, times);
+        const i64 first_out = at.batch * out_batch + at.head * out_head + first_row * out_row;
+        if (kCodes && out_fp16 != 0) {
+            store_rows(static_cast<fp16*>(out) + first_out, out_row, own_row, exist, static_cast<int>(d_v), o, times);
         } else {
-            store_rows(static_cast<T*>(args.out) + first_out, args.out_row, own_row, exist, static_cast<int>(args.d_v),
-                       o, times);
+            store_rows(static_cast<T*>(out) + first_out, out_row, own_row, exist, static_cast<int>(d_v), o, times);
         }
-        float* const to = args.lse + at.batch * args.lse_batch + at.head * args.lse_head + first_row + own_row;
+        float* const to = lse + at.batch * lse_batch + at.head * lse_head + first_row + own_row;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r] - (kCodes ? logf(ProbabilityCodes<PV>::kLargest) : 0.0f);

@@ -137,10 +137,11 @@ def test_device_code_includes_no_toolkit_header() -> None:
         assert not sources.toolkit_headers(unit), unit
 
 
-# Kernels of more than this many arguments take one struct. Of those that do not, attention_sm90_bwd was
-# 5 % slower with one (4 x 4096 queries of 32 heads of 128, H200), and spilled 4 bytes with a soft cap.
+# Kernels of more than this many arguments take one struct. Of those that do not, attention_sm90_bwd was 3 to 5 % slower
+# with one (4 x 4096 queries of 32 heads of 128, H200) and spilled 4 bytes with a soft cap; attention_sm90_quant spilled
+# 12 bytes in two of 18 variants.
 MANY_ARGUMENTS = 32
-STILL_SEPARATE = {"attention_sm90_bwd": 39}
+STILL_SEPARATE = {"attention_sm90_bwd": 39, "attention_sm90_quant": 37}
 
 
 @pytest.mark.every_op

@@ -65,7 +65,6 @@ FORWARD = Kernel(
 )  # fmt: skip
 FORWARD_SM90 = Kernel(
     "attention/attention_sm90_quant.cu", "attention_sm90_quant", template="T QK PV DQK D", max_registers=168,
-    struct=True,
     needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap scale_q:ptr scale_k:ptr scale_v:ptr lengths:ptr cu_q:ptr cu_k:ptr out:ptr "
     f"lse:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 {stride_arguments('out')} "
