@@ -26,8 +26,6 @@ def no_blocks(*_: Any) -> None:
 
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-_MUCH_SHARED = 48 << 10  # an SM that must change its carve-out ends all blocks first, so overlap needs equal ones
 _INVALID_CONTEXT = 201
 _COOPERATIVE_LAUNCH_TOO_LARGE = 720
 _SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
@@ -120,8 +118,6 @@ def launcher(
             (see :func:`max_resident_blocks`).
     """
     attributes = b""
-    if overlap and shared > _MUCH_SHARED:
-        _driver().funcSetAttribute(function, _CARVEOUT, 100)
     if overlap:
         attributes += _ATTRIBUTE.pack(_PROGRAMMATIC_SERIALIZATION, 1, 0, 0)
     if cluster > 1:
