@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.table import NotHandled, Overload
+from rtkernels.aten.table import DTYPE, EMPTY, OPTION, NotHandled, Overload
 
-_DTYPE, _EMPTY, _OPTION = (NotHandled(reason) for reason in ("dtype", "empty", "option"))
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -28,10 +27,10 @@ def _product(a: Tensor, b: Tensor, layout: str, bias: Tensor | None = None, add:
 
 def _refused(a: Tensor, b: Tensor, columns: int) -> NotHandled | None:
     if a.dtype not in _HALVES or b.dtype != a.dtype:
-        return _DTYPE
+        return DTYPE
     if a.numel() == 0 or b.numel() == 0:
-        return _EMPTY
-    return None if a.dim() == 2 and b.dim() == columns and a.shape[1] == b.shape[0] else _OPTION
+        return EMPTY
+    return None if a.dim() == 2 and b.dim() == columns and a.shape[1] == b.shape[0] else OPTION
 
 
 def _mm(self: Tensor, mat2: Tensor) -> Any:
@@ -42,15 +41,15 @@ def _mm(self: Tensor, mat2: Tensor) -> Any:
 def _addmm(self: Tensor, mat1: Tensor, mat2: Tensor, beta: Any = 1, alpha: Any = 1) -> Any:
     refused = _refused(mat1, mat2, 2)
     if refused is not None or self.dtype != mat1.dtype:
-        return refused or _DTYPE
+        return refused or DTYPE
     if alpha != 1 or beta not in (0, 1):
-        return _OPTION
+        return OPTION
     rows, columns = mat1.shape[0], mat2.shape[1]
     if beta == 0:
         return _product(mat1, mat2, "kn")
     if self.shape in ((columns,), (1, columns)):
         return _product(mat1, mat2, "kn", bias=self.reshape(columns))
-    return _product(mat1, mat2, "kn", add=self) if self.shape == (rows, columns) else _OPTION
+    return _product(mat1, mat2, "kn", add=self) if self.shape == (rows, columns) else OPTION
 
 
 def _mv(self: Tensor, vec: Tensor) -> Any:

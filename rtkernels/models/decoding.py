@@ -22,8 +22,7 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import replace, served
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import adjacent, is_plain, is_watched
-from rtkernels.models.probe import Recognized
-from rtkernels.models.recognize import positional
+from rtkernels.models.probe import Recognized, positional
 from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
