@@ -161,8 +161,8 @@ copy P 1: triu
 copy P 2: slice_scatter select_scatter
 - S 1: kron
 - S 2: resolve_conj resolve_neg
-gemm P 1: mm mm.out
-gemm P 1: addmm addmm.out
+gemm S 1: mm mm.out
+gemm S 1: addmm addmm.out
 gemm S 1: bmm
 gemm P 1: mv addmv addmv.out
 ew P 0: addr
@@ -218,7 +218,7 @@ COMPOSITES = {
     "kron": "`mul.Tensor`", "resolve_conj": "`clone`", "resolve_neg": "`clone`",
 }  # fmt: skip
 FAMILY_REASONS = {
-    "gemm": "cuBLAS; `rtkernels.scaled_mm` and others by name",
+    "gemm": "cuBLAS, which is faster at most sizes; `rtkernels.scaled_mm` and others by name",
     "attn": "torch's attention backends",
     "creation": "memset-class: only the host's time counts",
 }

@@ -60,7 +60,7 @@ DIFFERENCES = [
     ),
     (
         "`sum`, `mean`, `cumsum`, `prod`, `var`, `std`, `linalg_vector_norm`, `native_group_norm`, "
-        "`native_batch_norm`, `mm`, `addmm`, `mv`, `index_add`, `scatter_add`, `embedding_dense_backward`",
+        "`native_batch_norm`, `index_add`, `scatter_add`, `embedding_dense_backward`",
         "Where a part of a sum or product overflows (or underflows to 0) although the whole does not, or the other way "
         "round, infinities and NaN may differ. An infinity or NaN among the elements gives the same as torch.",
         "Another order of additions, which is always the same.",

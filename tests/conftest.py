@@ -20,6 +20,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch w
 import pytest
 import torch
 
+from rtkernels.runtime import invariance
 from rtkernels.runtime.build import cache as build_cache
 
 pytest.register_assert_rewrite("support")  # checks that several test files share say what differs, too
@@ -251,6 +252,15 @@ def pytest_report_header() -> list[str]:
     """Say at the top of a run what it ran on."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none, gpu tests are skipped"
     return [f"torch {torch.__version__}, GPU: {gpu}, kernel cache: {os.environ['RTKERNELS_CACHE_DIR']}"]
+
+
+@pytest.fixture(autouse=True)
+def _batch_invariance_ends() -> Iterator[None]:
+    """A level that a test sets for the process ends with it, and the test fails."""
+    yield
+    if invariance.state.default:
+        invariance.set_default(0)
+        pytest.fail("the test left a level of batch invariance behind; set_batch_invariant(0) ends it")
 
 
 @pytest.fixture

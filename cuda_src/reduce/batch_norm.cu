@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kReduceThreads)
                 scale = inverse * loaded(weight, walk.channel, 1.0f);
                 if (share != 0.0f) second = sums[walk.channel] * share, first = sums[channels + walk.channel] * share;
             }
-            g[k] = scale * (g[k] - first - (v[k] - center) * inverse * second);
+            g[k] = scale * (share == 0.0f ? g[k] : g[k] - first - (v[k] - center) * inverse * second);
         }
         store<T, N>(dx + i * N, g);
     }

@@ -37,7 +37,6 @@ MODULES = {
     "sort": ("sort",),
     "rng": ("rng",),
     "window": ("win",),
-    "product": ("gemm",),
 }
 FAMILIES = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
 
@@ -57,7 +56,6 @@ MIN_ELEMENTS = {
     "sort": 1 << 16,
     "rng": 1 << 24,
     "win": 1 << 22,
-    "gemm": 0,
     **DEFAULT,
 }
 

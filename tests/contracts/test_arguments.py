@@ -367,10 +367,13 @@ NUMBERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+NO_OPS = ("warm", "check_labels", "set_batch_invariant")
+
+
 def _numbers() -> Iterator[tuple[str, str, set[str]]]:
     """Yield function, parameter and the types it may have for every public parameter that is a number."""
     for name in rtkernels.__all__:
-        if inspect.isfunction(function := getattr(rtkernels, name)) and name not in ("warm", "check_labels"):
+        if inspect.isfunction(function := getattr(rtkernels, name)) and name not in NO_OPS:
             for parameter in inspect.signature(function).parameters.values():
                 types = set(str(parameter.annotation).split(" | "))
                 if types & {"int", "float"}:

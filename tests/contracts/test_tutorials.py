@@ -22,6 +22,7 @@ import torch
 import rtkernels
 import rtkernels.compat.transformer_engine  # also named on pages
 import rtkernels.nn.parallel
+import rtkernels.nn.symmetric
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))

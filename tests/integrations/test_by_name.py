@@ -23,7 +23,7 @@ from support.tiny_models import build, loss_and_gradients, tokens
 pytestmark = pytest.mark.one_in(3)  # whole models: a second each
 
 models.register()
-patching = sys.modules["rtkernels.models.patch"]  # the package has a function of this name
+patcher = sys.modules["rtkernels.models.patcher"]
 
 
 def named(model: nn.Module, experts: bool = False) -> nn.Module:
@@ -146,7 +146,7 @@ def test_layers_are_recognised_once_and_copies_work(monkeypatch: pytest.MonkeyPa
     tried: list[Any] = []
     real = by_name.experts.recognize
     monkeypatch.setattr(by_name.experts, "recognize", lambda m: tried.append(m) or real(m))
-    monkeypatch.setattr(patching, "_answers", {})
+    monkeypatch.setattr(patcher, "_answers", {})
     ours = named(build("qwen3_moe"), experts=True).eval()
     with torch.inference_mode():
         wanted = ours(input_ids=tokens()).logits
@@ -166,7 +166,7 @@ def test_experts_that_are_not_ours_are_rejected() -> None:
 
 @pytest.mark.slow
 def test_a_first_call_inside_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "_answers", {})
+    monkeypatch.setattr(patcher, "_answers", {})
     ours = named(build("qwen3_moe", num_hidden_layers=1).bfloat16(), experts=True).eval()
     torch._dynamo.reset()
     with torch.no_grad():

@@ -14,6 +14,7 @@ from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.ops.reduce.row_dot import row_dot
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.invariance import refuse_weight_gradient
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
@@ -195,7 +196,7 @@ class _Ssd(torch.autograd.Function):
         dskip = None
         if need[5]:  # rows behind the last packed sequence have a result of 0
             products = row_dot(v, dout) if cu is None else row_dot(v, dout).masked_fill(
-                (torch.arange(v.shape[0], device=v.device) >= cu[-1]).unsqueeze(-1), 0.0
+                (torch.arange(v.shape[0], dtype=torch.int64, device=v.device) >= cu[-1]).unsqueeze(-1), 0.0
             )  # fmt: skip
             dskip = products.flatten(0, -2).sum(0)
         grads = (dq, dk, dv, dg, dbeta, dskip, dstate)
@@ -267,6 +268,8 @@ def ssd(
     if x.dim() < 3 or B.dim() != x.dim():
         raise ArgumentError(f"B has shape {tuple(B.shape)}; expected the dimensions of x, {tuple(x.shape)}")
     low, high = _limits(dt_limit)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (A, D, dt_bias)):
+        refuse_weight_gradient("ssd's gradient of A, D or dt_bias")
     for name, t in (("A", A), ("D", D), ("dt_bias", dt_bias)):
         _check_factor(name, t, x.shape[-2])
     check_same("dt", tuple(dt.shape), tuple(x.shape[:-1]), "shape", of="x without its width")

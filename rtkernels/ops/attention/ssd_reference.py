@@ -45,7 +45,8 @@ def backward(dout, dfinal_state, q, k, v, g, beta, skip, initial_state, cu_seqle
 
 def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, low: float, high: float) -> Tensor:
     """Return the time steps from what a projection gives, fp32."""
-    time = dt.to(sums(dt)) if bias is None else dt.to(sums(dt)) + bias.to(sums(dt))
+    dtype = dt.dtype if dt.dtype.itemsize > 2 else torch.float32  # promote_types would end a recorded call
+    time = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
     if softplus:
         time = torch.nn.functional.softplus(time)
     return time.clamp(low, high) if low > 0.0 or high < float("inf") else time

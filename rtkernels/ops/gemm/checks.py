@@ -146,7 +146,7 @@ def read_operand(name: str, meta: Meta, token: str, flipped: bool = False, group
         rows *= extent
     pitch *= per
     group_pitch = stride[0] * per if groups else 0
-    step = 0 if rows == 1 and not groups else pitch  # a single row may have any pitch
+    step = 0 if rows == 1 and not (groups or across) else pitch  # a single row may have any pitch
     aligned = not (meta.misaligned or step * size % 16 or group_pitch * size % 16)
     halves = not (aligned or groups or meta.misaligned or step * size % 8)
     return Operand(Matrix(token, pitch, across, aligned, group_pitch, halves), rows, k, flipped)

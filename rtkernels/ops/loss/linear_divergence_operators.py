@@ -14,7 +14,7 @@ from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import linear_logprob_operators as linear
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
 from rtkernels.ops.loss.linear_logprob_checks import check_numbers
-from rtkernels.ops.loss.linear_logprob_head import Head, Options, rounded_product, row_memory
+from rtkernels.ops.loss.linear_logprob_head import Head, Options, rounded_product, row_memory, rows_of
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor, group_threads, nothing
@@ -191,7 +191,7 @@ class Heads:
 
     def __init__(self, student, teacher, chunk_bytes: int) -> None:
         options = Options(_IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
-        flat = [(hidden.reshape(-1, hidden.shape[-1]), weight, bias) for hidden, weight, bias in (student, teacher)]
+        flat = [(rows_of(hidden), weight, bias) for hidden, weight, bias in (student, teacher)]
         self.both = [Head(*tensors, options) for tensors in flat]
         self.both[1].columns = self.both[0].columns
         self.memory = [head.memory(head.columns) for head in self.both]

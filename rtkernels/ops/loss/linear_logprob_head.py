@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -105,9 +106,14 @@ class Head:
         return out
 
 
+def rows_of(hidden: Tensor) -> Tensor:
+    """Return states as ``[rows, hidden size]``, also for a hidden size of 0."""
+    return hidden.reshape(prod(hidden.shape[:-1]), hidden.shape[-1])
+
+
 def flat_rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return states ``[rows, hidden size]`` and ids ``[rows, k]``."""
-    states = hidden.reshape(-1, hidden.shape[-1])
+    states = rows_of(hidden)
     k = ids.shape[-1] if ids.dim() == hidden.dim() else 1
     return states, ids.reshape(len(states), k).contiguous()
 

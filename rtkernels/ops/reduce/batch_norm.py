@@ -44,11 +44,11 @@ def _flat(kernel: Kernel, x: Meta, parameter: Meta | None, starts: int, device: 
 
 def _plan_apply(
     x: Meta, means: Meta, variances: Meta, weight: Meta | None, bias: Meta | None, running_mean: Meta | None,
-    running_var: Meta | None, training: bool, device: int,
+    running_var: Meta | None, keeps: bool, device: int,
 ) -> Steps:  # fmt: skip
     parameters = [p for p in (weight, bias, running_mean, running_var) if p is not None]
     launch, vectors = _flat(_APPLY, x, parameters[0] if parameters else None, misaligned(x), device)
-    kept = ("mean", "rstd") if training else (0, 0)
+    kept = ("mean", "rstd") if keeps else (0, 0)
     names = "x", "means", "variances", "weight", "bias", "running_mean", "running_var", "y", *kept
     return Steps(Step(launch, *names, vectors, x.shape[1], x.shape[2], "eps", "momentum", "unbiased"))
 
@@ -83,9 +83,9 @@ _APPLIED = Primitive(
         Dense("bias", None, optional=True), InPlaceExact("running_mean", None, optional=True),
         InPlaceExact("running_var", None, optional=True),
     ),
-    "training, eps, momentum, unbiased", numbers="eps momentum unbiased", results="y mean rstd", plan=_plan_apply,
-    outputs=lambda x, training: (
-        Memory(x.shape, x.dtype), *[Memory((x.shape[1] if training else 0,), torch.float32)] * 2,
+    "keeps, eps, momentum, unbiased", numbers="eps momentum unbiased", results="y mean rstd", plan=_plan_apply,
+    outputs=lambda x, keeps: (
+        Memory(x.shape, x.dtype), *[Memory((x.shape[1] if keeps else 0,), torch.float32)] * 2,
     ),
 )  # fmt: skip
 _CHANNEL_SUMS = Primitive(
@@ -119,10 +119,11 @@ def batch_norm(
         eps: Added to the variance.
 
     Returns:
-        y, and mean and rstd, (channels,), float32; without elements unless training.
+        y, and mean and rstd, (channels,), float32; on the CPU without elements unless training, as torch's are.
     """
     if not training:
-        return _APPLIED(x, running_mean.float(), running_var.float(), weight, bias, None, None, False, eps, 0.0, 0.0)
+        given = x, running_mean.float(), running_var.float(), weight, bias, None, None
+        return _APPLIED(*given, x.is_cuda, eps, 0.0, 0.0)
     count = x.shape[0] * x.shape[2]
     variances, means = reduce(x, "moments", (0, 2), False, torch.float32, number=count, wanted="os")
     unbiased = count / max(count - 1, 1)

@@ -39,7 +39,7 @@ PROMISES: dict[str, Promise] = {
          "index_select", "jsd", "kl_div", "lightning_attention_step", "merge_attention", "mla_rope", "moe_permute",
          "moe_permute_fp8", "moe_permute_smooth", "moe_unpermute", "qk_norm_rope", "qkv_split", "quantize_fp8_experts",
          "quantize_fp8_hadamard", "quantize_fp8_smooth", "quantize_mxfp4", "quantize_mxfp8", "repeat_heads", "rope",
-         "row_dot", "scale_", "sort_chunks", "topk", "topk_router", "transpose", "transpose_experts"),
+         "row_dot", "scale_", "sort_chunks", "ssd_step", "topk", "topk_router", "transpose", "transpose_experts"),
         Promise(ROW),
     ),
     "rms_norm": Promise(ROW, "kernel and threads by columns; refused: a Quant of the tensor without a scale"),
@@ -70,6 +70,7 @@ PROMISES: dict[str, Promise] = {
     "mla_decode": Promise(SEQUENCE, "keys are not split"),
     "lightning_attention": Promise(SEQUENCE, "one segment, the kernel that takes packed sequences, too"),
     "gated_delta_rule": Promise(SEQUENCE, "prompts in chunks: at multiples of 64 tokens"),
+    "ssd": Promise(SEQUENCE, "prompts in chunks: at multiples of 64 tokens"),
     "causal_conv1d": Promise(SEQUENCE),
     **dict.fromkeys(
         ("check_labels", "column_absmax", "id_bounds", "load_balancing_loss", "moe_index", "moe_row_id_map", "moe_rows",
