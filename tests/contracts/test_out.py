@@ -42,6 +42,7 @@ COPIED = {
     "multi_norm": "numbers of all tensors are added up by torch",
     "sage_attention": "what smoothing took from lse is added by torch",
     "smooth_factors": "it is a formula of torch on one vector",
+    "ssd": "time steps and decays are computed by torch first",
 }
 # In the emulator; the others with --full, and all of them on a GPU.
 QUICK = {

@@ -57,6 +57,19 @@ def choose(args: argparse.Namespace) -> int:
     return 0
 
 
+def add(args: argparse.Namespace) -> int:
+    """Add the kills of a run with --mutants to the record and the samples."""
+    from mutation import choose as chooser
+    from mutation.plugin import results
+
+    there = chooser.collected()
+    tests = chooser.read([result for result in results(args.results) if result["test"] in there])
+    chosen, seconds = chooser.choose(tests, args.per_mutant)
+    counts = chooser.add(tests, chosen)
+    print(f"{len(tests)} tests judged, {len(chosen)} chosen, {seconds:.0f} s; {counts}")
+    return 0
+
+
 def replay(args: argparse.Namespace) -> int:
     """Check that recorded tests kill some recorded mutants now."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -90,6 +103,10 @@ def main() -> int:
     command.add_argument("--per-mutant", type=float, default=0.8, metavar="SECONDS", help="that a kill may cost")
     command.add_argument("results", type=Path, nargs="+")
     command.set_defaults(do=choose)
+    command = commands.add_parser("add", help=add.__doc__)
+    command.add_argument("--per-mutant", type=float, default=0.8, metavar="SECONDS", help="that a kill may cost")
+    command.add_argument("results", type=Path, nargs="+")
+    command.set_defaults(do=add)
     command = commands.add_parser("replay", help=replay.__doc__)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--count", type=int, default=3)

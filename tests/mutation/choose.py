@@ -133,3 +133,34 @@ def write(tests: dict[str, Judged], chosen: list[str], reached: set[str]) -> dic
     record["never_reached"] = sorted(set(record["survived"]) - reached)
     RECORD.write_text(json.dumps(record, indent=0) + "\n")
     return {key: len(record[key]) for key in ("command", "family", "survived", "never_reached")}
+
+
+def add(tests: dict[str, Judged], chosen: list[str]) -> dict[str, int]:
+    """Add kills of mutants that the record does not have; samples get `chosen`. A mutant that survives stays unknown.
+
+    For a run with ``--mutants``: what it says of other mutants, and of its own survivors, is not all there is to know.
+    """
+    record, samples = json.loads(RECORD.read_text()), json.loads(SAMPLES.read_text())
+    killers, prices = record["tests"], record["seconds"]
+    known = {*record["command"], *record["family"], *record["survived"]}
+    for key, names in (("chosen", chosen), ("judged", {name.partition("[")[0] for name in chosen})):
+        before = {f"{file}::{rest}" for file, rests in samples[key].items() for rest in rests}
+        samples[key] = by_file(before | set(names))
+    always = {name for name, test in tests.items() if test.always}
+    in_command = always | {f"{file}::{rest}" for file, rests in samples["chosen"].items() for rest in rests}
+    ordered = sorted(tests.values(), key=lambda test: (test.name not in in_command, cost(test, set()), test.name))
+    counts = {"command": 0, "family": 0}
+    for mutant in sorted(set(mutator.all_mutants()) - known):
+        name = next((test.name for test in ordered if mutant in test.killed), None)
+        if name is None:
+            continue
+        if name not in killers:
+            killers.append(name)
+            prices.append(round(cost(tests[name], set()), 2))
+        key = "command" if name in in_command else "family"
+        record[key][mutant] = killers.index(name)
+        counts[key] += 1
+    record |= {key: dict(sorted(record[key].items())) for key in ("command", "family")}
+    RECORD.write_text(json.dumps(record, indent=0) + "\n")
+    SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
+    return counts

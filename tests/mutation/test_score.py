@@ -25,7 +25,7 @@ from mutation.written import WRITTEN
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_COMMAND, BY_FAMILIES = 0.80, 0.97
-NOT_JUDGED = 0.15  # share of mutants: kernels change more often than all mutants are judged
+NOT_JUDGED = 0.10  # share of mutants: kernels change more often than all mutants are judged
 AGAIN = "run `python -m tests.mutation run` and `choose` (docs/mutation.md)"
 NOT_THERE = 0.05  # of samples
 # Files with too few places to edit.

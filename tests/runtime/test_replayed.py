@@ -266,6 +266,7 @@ def test_results_are_written_where_a_copy_would_bring_them(place: str) -> None:
 
 ALL = [name for name in host_calls.calls(rtkernels, "cpu") if hasattr(getattr(rtkernels, name.split()[0]), "recent")]
 IN_PLACE = ("embedding_grad_", "lightning_attention_step", "gated_delta_rule_step", "causal_conv1d_step", "ssd_step")
+TORCH_TAKES_PART = ("ssd",)  # whose calls are not recorded
 
 
 @pytest.mark.gpu
@@ -275,7 +276,8 @@ def test_replays_of_all_functions_give_the_same_bits(name: str) -> None:
     case = host_calls.calls(rtkernels, "cuda")[name][1]()
     function.recent.forget()
     results = [_bits(case()) for _ in range(4)]
-    assert len(replays(function)) == 1, [known.why_not for known in function.recent.known.values()]
+    replayed = 0 if name in TORCH_TAKES_PART else 1
+    assert len(replays(function)) == replayed, [known.why_not for known in function.recent.known.values()]
     if name not in IN_PLACE:
         for result in results[1:]:
             for a, b in zip(results[0], result, strict=True):
