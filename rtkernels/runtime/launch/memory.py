@@ -94,7 +94,8 @@ def fresh_zeros(device: int, n: int) -> Tensor:
     key = device, 0, n
     if device >= 0:
         if getattr(call_state, "dispatched", False) or is_capturing():
-            return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
+            with torch.inference_mode(False):  # like those below: a result does not depend on where it comes from
+                return torch.zeros(n, dtype=torch.int32, device=f"cuda:{device}")
         key = device, current_stream(device), n
     try:
         return _zeros[key].pop()
