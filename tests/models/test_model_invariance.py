@@ -58,6 +58,7 @@ def _trained(model: torch.nn.Module, sequences: list[list[int]], device: str) ->
     return [row[: len(s) - 1] for row, s in zip(found, sequences, strict=True)]
 
 
+@pytest.mark.slow  # a minute or two in the emulator; a run on a GPU has it
 @at("sm_80", "sm_90", "cuda")
 def test_rollouts_have_the_trainers_bits(place: str) -> None:
     with running_on(place) as device, rtkernels.batch_invariant(2):

@@ -336,7 +336,7 @@ def test_what_is_unsupported() -> None:
 
 def test_tiles_fit_in_shared_memory() -> None:
     variants = sm90_plan.GEMM.variants(targets.parse("sm_90a"))
-    assert len(variants) == len(set(variants)) <= 72
+    assert len(variants) == len(set(variants)) <= 74
     for variant in variants:
         assert Tile(*variant[4:9]).shared(variant[9], tile_choice.MAX_GROUPS) + 128 <= 227 * 1024
 
