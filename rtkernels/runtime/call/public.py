@@ -107,6 +107,6 @@ def _call({names}):
     result = scope["_public"] = functools.wraps(function)(scope[function.__name__])
     result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     if recent:
-        result.recent = Recent(function.__name__, scope, [*parameters], tuple(over.split()))
+        result.recent = Recent(function.__name__, scope, [*parameters], required[:2], tuple(over.split()))
         scope["_find"] = result.recent.find
     return result

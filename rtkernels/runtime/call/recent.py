@@ -1,9 +1,10 @@
 """Recent calls of a function: the third call of a kind costs no more host time than its launches.
 
 The second call with one key (``depends.py``) is recorded (``trace.py``), and a function is written that compares
-arguments, allocates and launches (``codegen.py``). A call like one of the last few is found by a comparison in C++, any
-other by its key. Calls that need gradients, tensor subclasses, dispatch modes, transforms and compilation go to the
-function itself, and so does what cannot be recorded. Aten overrides keep theirs in the same table (``aten.replay``).
+arguments, allocates and launches (``codegen.py``). It is tried again on the next call and on calls whose first tensors
+have the same shapes, because layers of different shapes alternate; any other call is found by its key. Calls that need
+gradients, tensor subclasses, dispatch modes, transforms and compilation go to the function itself, and so does what
+cannot be recorded. Aten overrides keep theirs in the same table (``aten.replay``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import functorch_transform, jit_tracing_state
 
 _LIMIT = 1024  # calls that a public function remembers
-_FIRST_TRIED = 4  # of them, compared one by one before a look-up: layers of different shapes alternate
+_FIRST_TRIED = 4  # of those with the same shapes, compared one by one before a look-up by key
 ATTEMPTS = 4  # at recording calls of one key: the comparison in C++ and replays see more than a key holds
 
 
@@ -78,24 +79,33 @@ class Recent(Calls):
         scope: Globals of the function that users call: ``_last`` is tried first, ``_call`` is the function itself with
             ``out=`` and foreign arrays.
         names: Its arguments.
+        shaped: Those of them whose shapes tell most calls apart: two at most.
         over: Those that `out` may be.
     """
 
-    def __init__(self, name: str, scope: dict[str, Any], names: list[str], over: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, scope: dict[str, Any], names: list[str], shaped: list[str], over: tuple[str, ...]
+    ) -> None:
         self.name, self._scope, self._names, self._over = name, scope, names, over
-        self._first_tried: tuple[Callable[..., Any], ...] = ()
+        self._first, self._second = (names.index((shaped or names)[i]) for i in (0, -1))
+        self._first_tried: dict[Any, tuple[Callable[..., Any], ...]] = {}
         super().__init__(_LIMIT)
 
     def forget(self) -> None:
         """Forget all calls: plans may have changed."""
         super().forget()
-        self._first_tried = ()
+        self._first_tried.clear()
         self._scope["_last"] = miss
 
     def find(self, *values: Any) -> Any:
         """Make a call that is not like the last one."""
         last = self._scope["_last"]
-        for replay in self._first_tried:
+        try:
+            shapes = values[self._first].shape, values[self._second].shape
+            first_tried = self._first_tried.get(shapes, ())
+        except (AttributeError, TypeError):  # no tensors, or sizes that are symbols
+            shapes, first_tried = None, ()
+        for replay in first_tried:
             if replay is not last:
                 result = replay(*values)
                 if result is not MISS:
@@ -106,9 +116,9 @@ class Recent(Calls):
             return self._scope["_call"](*values)
         if key[0] < 0:
             return self._emulated(values)
-        return self._found(key, values)
+        return self._found(key, values, shapes)
 
-    def _found(self, key: tuple[Any, ...], values: tuple[Any, ...]) -> Any:
+    def _found(self, key: tuple[Any, ...], values: tuple[Any, ...], shapes: Any = None) -> Any:
         known = self.known.get(key)
         if known is None:  # shapes that come once are not worth a trace
             result = self._scope["_call"](*values)
@@ -118,12 +128,18 @@ class Recent(Calls):
             result = known.replay(*values)
             if result is not MISS:
                 self._scope["_last"] = known.replay
-                if known.replay not in self._first_tried:
-                    self._first_tried = known.replay, *self._first_tried[: _FIRST_TRIED - 1]
+                self._try_first(known.replay, shapes)
                 return result
         if known.attempts >= ATTEMPTS:
             return self._scope["_call"](*values)
         return self._recorded(known, values)
+
+    def _try_first(self, replay: Callable[..., Any], shapes: Any) -> None:
+        if len(self._first_tried) >= _LIMIT:
+            self._first_tried.clear()
+        others = self._first_tried.get(shapes, ())
+        if shapes is not None and replay not in others:
+            self._first_tried[shapes] = replay, *others[: _FIRST_TRIED - 1]
 
     def _key(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the key of a call, None for one that is not recorded."""

@@ -68,7 +68,7 @@ DEFECTS = [
     _planted("threads share scratch", f"{_CALL}/memory.py",
            "from threading import get_ident\n", "get_ident = int\n", "router_z_loss()", "threads", "with out"),
     _planted("the last replay outlives plans", f"{_CALL}/recent.py",
-           '        self._first_tried = ()\n        self._scope["_last"] = miss\n', "        self._first_tried = ()\n",
+           '.clear()\n        self._scope["_last"] = miss\n', ".clear()\n",
            "rms_norm(), residual", "plans", "forgotten"),
 ]  # fmt: skip
 
