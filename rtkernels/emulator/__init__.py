@@ -38,7 +38,7 @@ __all__ = [
     "unavailable",
 ]
 
-_FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90, (12, 0): 120}
+_FEATURES = {(8, 0): 80, (8, 9): 89, (9, 0): 90, (10, 0): 100, (12, 0): 120}
 
 # One launch runs at a time, and ops of one thread at a time, because plans are built for one target. A fork waits
 # until neither is active: the child has no thread that could finish it.
@@ -68,7 +68,8 @@ class emulate(contextlib.ContextDecorator):
     """Run every op on CPU tensors with its device code instead of the torch reference.
 
     Args:
-        features: Whose feature macros are on: ``"sm_80"``, ``"sm_89"``, ``"sm_90"`` or ``"sm_120"``.
+        features: Whose feature macros are on: ``"sm_80"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``
+            or ``"sm_120"``.
         order: Order of the threads between synchronisation points, and of the blocks: ``"forward"``, ``"reverse"``,
             or the seed (an int, 0 to 2**63 - 1) of a random one. Correct kernels give the same bits for all.
         races: Report accesses to shared memory that conflict and that no barrier orders.
@@ -97,7 +98,7 @@ class emulate(contextlib.ContextDecorator):
 def _number(features: str) -> int:
     capability = targets.parse(features).capability
     if capability not in _FEATURES:
-        raise ArgumentError(f"the emulator has the features of sm_80, sm_89, sm_90 and sm_120, not of {features}")
+        raise ArgumentError(f"the emulator has the features of sm_80, sm_89, sm_90, sm_100 and sm_120, not of {features}")
     return _FEATURES[capability]
 
 
@@ -110,7 +111,7 @@ def settings() -> Settings:
 
 
 def active() -> int | None:
-    """Return 80, 89, 90 or 120 while ops on CPU tensors are to be emulated, else None."""
+    """Return 80, 89, 90, 100 or 120 while ops on CPU tensors are to be emulated, else None."""
     if chosen := _chosen.get():
         return chosen.features
     return settings().features if env.get("EMULATE") else None

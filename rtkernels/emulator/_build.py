@@ -256,7 +256,7 @@ def kernel(
         op: Names the cache entry.
         unit: The ``.cu`` file, relative to ``cuda_src`` or absolute.
         expression: C++ name of the instantiation.
-        arch: 80, 89, 90 or 120: the value of ``__CUDA_ARCH__`` divided by ten.
+        arch: 80, 89, 90, 100 or 120: the value of ``__CUDA_ARCH__`` divided by ten.
         defines: ``-D`` options of the kernel's record.
         debug: Without optimisation and with full debug information, for stepping through it.
     """
@@ -285,7 +285,7 @@ def _build_kernel(
         *accepted(tool.command, KERNEL_FLAGS),
         *(() if tool.is_clang else accepted(tool.command, GCC_FLAGS)),
         f"-D__CUDA_ARCH__={arch}0",
-        *(("-D__CUDA_ARCH_FEAT_SM120_ALL",) if arch == 120 else ()),
+        *((f"-D__CUDA_ARCH_FEAT_SM{arch}_ALL",) if arch >= 100 else ()),
         *defines,
     ]
     engine, soname = runtime()

@@ -113,6 +113,20 @@ void cp_async(void* shared, const void* global, u32 bytes, u32 from_global);
 void cp_async_commit();
 void cp_async_wait(u32 groups_in_flight);
 
+// Tensor memory (ptx/tcgen05.cuh). Addresses are lane << 16 | column; matrices are addresses of shared memory.
+struct TensorProduct {
+    int kind;
+    u32 d, scale_a, scale_b, instruction;
+    bool add;
+    u64 a, b;
+};
+u32 tensor_alloc(u32 columns);
+void tensor_free(u32 address, u32 columns);
+void tensor_product(const TensorProduct& product);
+void tensor_copy_scales(u32 to, u64 from);
+void tensor_commit(void* barrier);
+u32 tensor_word(u32 address);
+
 // mbarriers: a phase ends when all threads have arrived and all announced bytes have been copied. wait: until the phase
 // with `parity` has ended; the phase before the first counts as ended, with parity 1.
 void mbarrier_init(void* barrier, u32 arrivals);

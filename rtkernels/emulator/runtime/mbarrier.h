@@ -28,8 +28,10 @@ struct BulkCopy {
     u64 barrier;
     std::vector<u8> box;     // instead of `from`, if not empty
     std::vector<u32> asked;  // clock of the issuing thread
+    long products = -1;      // of tensor memory that are done when this commit arrives; -1: a copy
 };
 std::vector<BulkCopy> flying;
+void finish_tensor_work(size_t count);
 
 constexpr u32 kMaxMbarrierCount = (1u << 20) - 1u;  // arrivals, and bytes, that the instructions can count
 
@@ -91,9 +93,20 @@ void overwrite(u8* shared, void* pc) {
 // One copy arrives; false if there is none.
 bool deliver(u64 choice) {
     if (flying.empty()) return false;
-    const size_t at = launch->order == 0 ? 0 : launch->order == 1 ? flying.size() - 1 : choice % flying.size();
+    size_t at = launch->order == 0 ? 0 : launch->order == 1 ? flying.size() - 1 : choice % flying.size();
+    if (flying[at].products >= 0)  // commits arrive in order
+        for (at = 0; flying[at].products < 0;) ++at;
     const BulkCopy c = flying[at];
     flying.erase(flying.begin() + static_cast<long>(at));
+    if (c.products >= 0) {
+        finish_tensor_work(static_cast<size_t>(c.products));
+        CountingBarrier& b = counting[c.barrier];
+        ++events;
+        --b.pending;
+        join(b.arrived, c.asked);
+        end_phase_if_complete(b);
+        return true;
+    }
     memcpy(c.to, c.box.empty() ? c.from : c.box.data(), c.bytes);
     Written* w = &shadow[reinterpret_cast<u64>(c.to) - shared_range.begin];
     for (u32 i = 0; i < c.bytes; ++i) w[i].state = kCopyEngine;

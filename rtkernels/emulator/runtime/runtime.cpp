@@ -2,6 +2,7 @@
 // of the kernels; include/execution.h is the interface.
 #define RTK_EMU_RUNTIME
 #include "cluster.h"
+#include "tensor_memory.h"
 #include "memory.h"
 
 #include <set>
@@ -173,6 +174,7 @@ void start_block() {
     memset(barriers, 0, 16 * sizeof(Barrier));
     counting.clear();
     flying.clear();
+    start_tensor_memory();
     storing.clear();
     waited.clear();
     triggered = false;

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm import cluster_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
+from rtkernels.ops.gemm import (
+    cluster_plan,
+    mma_plan,
+    pad_plan,
+    skinny_plan,
+    sm90_plan,
+    tcgen05_plan,
+    unpack_plan,
+)
 from rtkernels.ops.gemm.product import BYTES, Product
 from rtkernels.ops.shared.backend import Backend, Backends
 from rtkernels.runtime.invariance import level
@@ -59,6 +67,7 @@ PRODUCTS: Backends[Product] = Backends(
     (
         Backend.of("sm90", sm90_plan), Backend.of("skinny", skinny_plan), Backend.of("unpack", unpack_plan),
         Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan),
+        Backend.of("tcgen05", tcgen05_plan),
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
     order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "unpack"),
