@@ -98,7 +98,8 @@ class emulate(contextlib.ContextDecorator):
 def _number(features: str) -> int:
     capability = targets.parse(features).capability
     if capability not in _FEATURES:
-        raise ArgumentError(f"the emulator has the features of sm_80, sm_89, sm_90, sm_100 and sm_120, not of {features}")
+        known = ", ".join(f"sm_{number}" for number in _FEATURES.values())
+        raise ArgumentError(f"the emulator has the features of {known}, not of {features}")
     return _FEATURES[capability]
 
 

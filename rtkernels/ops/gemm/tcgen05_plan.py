@@ -26,7 +26,8 @@ _BLOCK_FORMATS = {("e4m3", "e8m0", 32): _MXFP8, ("e2m1", "ue4m3", 16): _NVFP4}
 _KERNEL = Kernel(
     "gemm/gemm_tcgen05.cu", "gemm_tcgen05", template="T KIND COLS STAGES", max_registers=255, needs=("tcgen05",),
     args="a_map:tmap b_map:tmap block_scale_a:ptr block_scale_b:ptr scale_a:ptr scale_b:ptr global_scale:ptr bias:ptr "
-    "add:ptr out:ptr m:i64 n:i64 k:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 flags:i64 types:i64",
+    "add:ptr out:ptr m:i64 n:i64 k:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 flags:i64 "
+    "types:i64",
     variants=[
         *((token, _F16, *_TILES[_F16]) for token in FLOAT16), *((token, _FP8, *_TILES[_FP8]) for token in FP8),
         ("e4m3", _MXFP8, *_TILES[_MXFP8]), ("E2m1Pair", _NVFP4, *_TILES[_NVFP4]),
