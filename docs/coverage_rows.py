@@ -45,7 +45,7 @@ GAPS = [
     ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),
     ("gn_kernels", "attn_mxfp8_qk", None, "q and k are dequantised to bfloat16 first"),
     ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),
-    *(("gn_kernels", entry, None, "no tcgen05: mma.sync on sm_100a")
+    *(("gn_kernels", entry, None, "tcgen05 by backend=\"tcgen05\" only: it was never run on a GPU")
       for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
     *(("FlagGems", entry, None, "convolutions are cuDNN's")
       for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
