@@ -132,8 +132,8 @@ class _Writer(ABC):
         name = f"share_{len(self.shared)}"
         name = self.shared.setdefault((a, b), name)
         self.scope[name] = share
-        distance = f"p_{b.root.name} - p_{a.root.name} + {b.first - a.first}"
-        return f"({low} < {distance} < {high} and {name}({distance}))"
+        distance, further = f"p_{b.root.name} - p_{a.root.name}", b.first - a.first
+        return f"({low - further} < {distance} < {high - further} and {name}({distance} + {further}))"
 
     # ---- the body ----
 
