@@ -35,6 +35,8 @@ def emulated_coverage() -> None:
     a, b = codes("bf16", 72, 64).codes, codes("bf16", 32, 64, seed=1).codes
     offs, labels = torch.tensor([8, 72], dtype=torch.int32), torch.tensor([0] * 8 + [1] * 64, dtype=torch.int32)
     stack = torch.stack([b, b])
+    with rtkernels.emulate("sm_100"):
+        scaled_mm(a, b, backend="tcgen05")
     for target in ("sm_80", "sm_90"):
         with rtkernels.emulate(target):
             for left in (a[:4], a):
