@@ -18,12 +18,15 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
+// SHIFTED: rows of operands are odd multiples of 8 bytes apart (gemm/shifted_rows_sm90.cuh). Then there are no groups, and
+// `starts` and `ends` are the last rows of a and b if they have no pair.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
 #include "gemm/loop_scales_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
+#include "gemm/shifted_rows_sm90.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
@@ -32,7 +35,7 @@ namespace rtk {
 inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
-          int SCALES, int FINISH>
+          bool SHIFTED, int SCALES, int FINISH>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
@@ -51,6 +54,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
+    static_assert(!SHIFTED || (sizeof(A) == 1 && COLS == 128 && WAVES == 1 && SCALES != kColumnScales), "as planned");
+    using Shifted = ShiftedRows<Operands::kRows, COLS, 128 * CONSUMERS>;
+    constexpr u32 kStageBytes = SHIFTED ? Shifted::kRawBytes : Operands::kStageBytes;
+    constexpr u32 kBuffers = SHIFTED ? Shifted::kBuffers : 0;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
@@ -65,9 +72,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
-    const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
+    const ptx::SharedAddress buffers = ptx::aligned_up<1024>(ptx::shared_address(memory));
+    const ptx::SharedAddress stages = buffers + kBuffers * Operands::kStageBytes;
     u8* const base = memory + (stages - ptx::shared_address(memory));
-    u8* const boxes = base + STAGES * Operands::kStageBytes;
+    u8* const boxes = base + STAGES * kStageBytes;
     float* const scales = reinterpret_cast<float*>(boxes + CONSUMERS * SLOTS * Ring::kBytes);
     float* const column_values = scales + STAGES * kScaleFloats;  // [CONSUMERS, 2, COLS]
     u8* const barriers = reinterpret_cast<u8*>(column_values + CONSUMERS * 2 * COLS);
@@ -106,7 +114,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
-            const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
+            const u32 bytes = kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
@@ -115,8 +123,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
                     pipeline.acquire(state);
                     const ptx::SharedAddress full = pipeline.expect(state, bytes);
-                    Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
-                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    if constexpr (SHIFTED) {
+                        Shifted::fetch(a_map, b_map, stages + state.stage * kStageBytes, full, tile.k + k, tile.row, tile.n);
+                    } else {
+                        Operands::fetch(a_map, b_map, stages + state.stage * kStageBytes, full, tile.k + k, tile.row, group_a,
+                                        tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    }
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
                     if (rows_too)
@@ -164,12 +176,25 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     };
     if (kPingPong && consumer == 1) skip_tile();
     if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
+    Shifted shifted(buffers, flags.shift_a(), flags.shift_b());
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
         Share after = share;
         after.next();
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
+        if constexpr (SHIFTED)
+            shifted.place(reinterpret_cast<const u8*>(starts), reinterpret_cast<const u8*>(ends), static_cast<int>(rows) - tile.row,
+                          static_cast<int>(columns) - tile.n, tile.k, static_cast<int>(depth) - tile.k);
+        // Where the products of a stage, the i-th of the tile, find their operands.
+        auto operands_of = [&](const PipelineState<STAGES>& at, int i) {
+            const ptx::SharedAddress stage = stages + at.stage * kStageBytes;
+            if constexpr (SHIFTED) {
+                return shifted.move(stage, i * kDepth, static_cast<int>(depth) - tile.k - i * kDepth, kCutBarrier);
+            } else {
+                return stage;
+            }
+        };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
         u32 row_bits[WAVES][2] = {}, factor_bits[kColumnsEach], bias_bits[kColumnsEach];
@@ -214,19 +239,20 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
-                    Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
+                    Operands::cut(base + state.stage * kStageBytes, tail, kCutBarrier);
+                const ptx::SharedAddress operands = operands_of(state, i);
+                if constexpr (SHIFTED) pipeline.release_warp(state);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
-                    Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0);
+                    Operands::multiply(sums[w], operands, static_cast<u32>(w * kTogether + own_part), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
-                if (i != 0 && speaks) pipeline.release(last);
+                if (!SHIFTED && i != 0 && speaks) pipeline.release(last);
                 last = state;
             }
             ptx::wgmma_wait<0>();
-            if (blocks != 0 && speaks) pipeline.release(last);
+            if (!SHIFTED && blocks != 0 && speaks) pipeline.release(last);
             if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
 #pragma unroll
@@ -236,19 +262,22 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
+            ptx::SharedAddress operands = stages, next_operands = stages;
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
-                if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
+                if (tail != 0 && is_last) Operands::cut(base + at.stage * kStageBytes, tail, kCutBarrier);
                 if constexpr (kLeftInRegisters)
-                    Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
+                    Operands::load_left(left, base + at.stage * kStageBytes, static_cast<u32>(consumer));
             };
             if (blocks != 0) {
                 pipeline.wait(state);
                 begin_stage(state, blocks == 1);
+                next_operands = operands_of(state, 0);
             }
             for (int i = 0; i < blocks; ++i) {
                 const PipelineState<STAGES> here = state;
                 state.advance();
+                operands = next_operands;
                 const float* of_stage = scales + kScaleFloats * here.stage;
                 float of_row[WAVES][2], of_tile[kHalves];
 #pragma unroll
@@ -258,10 +287,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     ptx::wgmma_fence();
                     if constexpr (kLeftInRegisters) {
                         static_assert(WAVES == 1, "one set of rows in registers");
-                        Operands::multiply_left(part, left, stages + here.stage * Operands::kStageBytes, kUnitCols * half);
+                        Operands::multiply_left(part, left, operands, kUnitCols * half);
                     } else {
-                        Operands::multiply(part, stages + here.stage * Operands::kStageBytes,
-                                           static_cast<u32>(w * kTogether + own_part), kUnitCols * half, false);
+                        Operands::multiply(part, operands, static_cast<u32>(w * kTogether + own_part), kUnitCols * half, false);
                     }
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, while the products are in flight
@@ -277,7 +305,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                                    ? of_stage[(v * kTogether + own_part) * 64 + own_row + 8 * r]
                                                    : 1.0f;
                     }
-                    if (unit == kLastUnit && i + 1 < blocks) pipeline.wait(state);
+                    if (unit == kLastUnit && i + 1 < blocks) {
+                        pipeline.wait(state);
+                        next_operands = operands_of(state, i + 1);
+                    }
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
                     if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 BOX = 64 * 128  # bytes of a box of results in shared memory
 ROW = 128  # bytes of k in a stage, of every row of a tile
+RAW_ROW = ROW + 16  # of rows that TMA copies from the last multiple of 16 bytes on
 MAX_GROUPS = 512
 NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/gemm_sm90.cu
 
@@ -17,7 +18,8 @@ class Tile(NamedTuple):
 
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of operands
+    are multiples of 8 bytes; stages hold 144 bytes of them, which consumers move to buffers.
     """
 
     consumers: int
@@ -25,6 +27,7 @@ class Tile(NamedTuple):
     cols: int
     stages: int
     slots: int
+    shifted: bool = False
 
     @property
     def rows(self) -> int:
@@ -39,9 +42,11 @@ class Tile(NamedTuple):
     def shared(self, scales: int, groups: int) -> int:
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
         floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
-        stage = (self.rows + self.cols) * ROW + 4 * floats + 16
+        rows = self.rows + self.cols
+        stage = rows * (RAW_ROW if self.shifted else ROW) + 4 * floats + 16
+        buffers = 3 * rows * ROW if self.shifted else 0
         table = 12 * (groups + 1) if groups else 0
-        return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
+        return buffers + self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
 
 
 LARGE = Tile(2, 1, 256, 3, 4)
@@ -51,6 +56,7 @@ SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 PINGPONG = Tile(2, 2, 128, 5, 2)
 NARROW = Tile(1, 1, 64, 12, 2)  # with batch invariance, where blocks do not share k: twice as many of them
+SHIFTED_TILES = (Tile(1, 1, 128, 5, 1, True), Tile(2, 1, 128, 3, 1, True))  # of 8-bit operands
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
@@ -101,6 +107,7 @@ _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide wha
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
+_MOVED = 2.5  # of 128 bytes that consumers move
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
@@ -122,6 +129,8 @@ def loads(pitch_bytes: int) -> float:
 def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
     """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
+    if tile.shifted:
+        products += _MOVED * (tile.rows + tile.cols)
     line = _LINE[0] + _LINE[1] * busy
     return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
 

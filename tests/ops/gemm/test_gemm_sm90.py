@@ -17,6 +17,7 @@ from rtkernels.ops.gemm.tile_choice import Tile
 from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
+SHIFTED_ONE, SHIFTED = tile_choice.SHIFTED_TILES
 COLS_224, COLS_192, PINGPONG = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.PINGPONG
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
 
@@ -176,6 +177,27 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
             "tile": BROAD,
         },
     ),
+    # Rows are odd multiples of 8 bytes apart: numbers of rows that are even and odd, k that ends in a stage and behind one.
+    "shifted": (
+        70,
+        136,
+        392,
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED_ONE},
+    ),
+    "shifted_small": (131, 259, 264, {"a": "e4m3", "sums": "fast", "bias": "bf16", "halves": "ab", "tile": SHIFTED}),
+    "shifted_promoted": (67, 133, 520, {"a": "e4m3", "scale_a": ROW, "halves": "ab", "tile": SHIFTED}),
+    "shifted_1d2d": (131, 137, 648, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED}),
+    "shifted_1d2d_one": (3, 2, 136, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED_ONE}),
+    "shifted_b": (33, 131, 392, {"a": "e4m3", "sums": "fast", "halves": "b", "tile": SHIFTED_ONE}),
+    "shifted_a_shared": (33, 40, 904, {"a": "e4m3", "sums": "fast", "halves": "a", "tile": SHIFTED_ONE, "sharing": 5}),
+    "shifted_1d2d_shared": (
+        131,
+        133,
+        904,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED, "sharing": 8},
+    ),
+    "shifted_int8": (70, 67, 1000, {"a": "int8", "out": "int32", "halves": "ab", "tile": SHIFTED_ONE}),
+    "shifted_int8_rows": (131, 131, 8, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED}),
     "quantized": (150, 264, 72, {"out": "e4m3", "quantized": "1x128", "act": "gelu_tanh", "tile": BROAD}),
     "quantized_odd": (70, 131, 72, {"out": "e5m2", "quantized": "1x128", "act": "relu", "tile": BROAD}),
 }
