@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm import cluster_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
+from rtkernels.ops.gemm import cluster_plan, decode_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
 from rtkernels.ops.gemm.product import BYTES, Product
 from rtkernels.ops.shared.backend import Backend, Backends
 from rtkernels.runtime.invariance import level
@@ -54,13 +54,22 @@ def _pad_summary(product: Product, info: DeviceInfo) -> str:
     return pad_plan.summary(product, info, PRODUCTS)
 
 
+def _decode_unsupported(product: Product, info: DeviceInfo) -> str | None:
+    return decode_plan.unsupported(product, info.target)
+
+
+def _decode_summary(product: Product, info: DeviceInfo) -> str:
+    return decode_plan.summary(product, info.target)
+
+
+_DECODE = Backend("decode", _decode_unsupported, decode_plan.steps, (), _decode_summary)  # kernels: of `decode_linear`
 PRODUCTS: Backends[Product] = Backends(
     "product",
     (
         Backend.of("sm90", sm90_plan), Backend.of("skinny", skinny_plan), Backend.of("unpack", unpack_plan),
-        Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan),
+        Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan), _DECODE,
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
-    order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "unpack"),
+    order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "decode", "unpack"),
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip

@@ -69,6 +69,8 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 if tile in BETWEEN and scales == ROW_SCALES and pair[0] not in FP8:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
+            if pair == ("e4m3", "e4m3") and scales != COLUMN_SCALES:
+                yield (*types, False, False, *NARROW, scales, PLAIN)
             if pair in _SHIFTED and scales in ((NO_SCALES,) if pair[0] in _BYTES else (NO_SCALES, ROW_SCALES)):
                 for tile in SHIFTED_TILES:
                     yield (*types, False, False, *tile, scales, PLAIN)
