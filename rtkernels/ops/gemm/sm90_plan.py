@@ -94,7 +94,7 @@ GEMM = Kernel(
     "a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 "
     "scale_rows:i64 scale_shifts:i64 out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 "
     "groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=184, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=240, needs=("wgmma",),
 )  # fmt: skip
 KERNELS = (GEMM,)
 
