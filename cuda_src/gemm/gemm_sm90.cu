@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
+        if constexpr (CONSUMERS >= 2) ptx::registers_give<40>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     }
 
     if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
+    if constexpr (CONSUMERS == 3) ptx::registers_take<152>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
     const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other

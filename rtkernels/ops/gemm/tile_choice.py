@@ -54,11 +54,12 @@ COLS_224 = Tile(2, 1, 224, 3, 4)
 COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
+SQUARE = Tile(3, 1, 192, 3, 3)
 PINGPONG = Tile(2, 2, 128, 5, 2)
 NARROW = Tile(1, 1, 64, 12, 2)  # with batch invariance, where blocks do not share k: twice as many of them
 SHIFTED_TILES = (Tile(1, 1, 128, 5, 1, True), Tile(2, 1, 128, 3, 1, True))  # of 8-bit operands
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
+    NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
     COLUMN_SCALES: (LARGE, SMALL),
 }
