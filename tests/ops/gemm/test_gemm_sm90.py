@@ -18,6 +18,7 @@ from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
 SHIFTED_ONE, SHIFTED = tile_choice.SHIFTED_TILES
+SQUARES, NARROW = tile_choice.SQUARE, tile_choice.NARROW
 COLS_224, COLS_192, PINGPONG = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.PINGPONG
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
 
@@ -176,6 +177,17 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
             "quantized": "1x128",
             "tile": BROAD,
         },
+    ),
+    "bf16_square": (200, 392, 200, {"bias": "bf16", "act": "relu", "tile": SQUARES}),
+    "bf16_square_shared": (131, 200, 456, {"out": "fp32", "accumulate": True, "tile": SQUARES, "sharing": 5}),
+    "fp8_square": (193, 195, 272, {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": SQUARES}),
+    "int8_square": (140, 200, 160, {"a": "int8", "out": "int32", "tile": SQUARES}),
+    "fp8_narrow": (70, 72, 272, {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": NARROW}),
+    "1d2d_narrow_shared": (
+        70,
+        200,
+        656,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": NARROW, "sharing": 8},
     ),
     # Rows are odd multiples of 8 bytes apart: numbers of rows that are even and odd, k that ends in a stage and behind one.
     "shifted": (
