@@ -65,7 +65,8 @@ TILES = {  # by what is in the loop
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
-GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP)  # of bf16 without scales in the loop; others are gated by the first one
+TALL = Tile(3, 1, 128, 4, 2)
+GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP, TALL)  # of bf16 without scales in the loop; others are gated by the first one
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
