@@ -54,10 +54,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
-    static_assert(!SHIFTED || (sizeof(A) == 1 && COLS == 128 && WAVES == 1 && SCALES != kColumnScales), "as planned");
+    static_assert(!SHIFTED || (sizeof(A) == 1 && WAVES == 1 && SCALES != kColumnScales && FINISH == kPlainFinish), "8 bits, plain");
     using Shifted = ShiftedRows<Operands::kRows, COLS, 128 * CONSUMERS>;
-    constexpr u32 kStageBytes = SHIFTED ? Shifted::kRawBytes : Operands::kStageBytes;
-    constexpr u32 kBuffers = SHIFTED ? Shifted::kBuffers : 0;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
@@ -72,10 +70,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
-    const ptx::SharedAddress buffers = ptx::aligned_up<1024>(ptx::shared_address(memory));
-    const ptx::SharedAddress stages = buffers + kBuffers * Operands::kStageBytes;
+    const ptx::SharedAddress stages = ptx::aligned_up<1024>(ptx::shared_address(memory));
     u8* const base = memory + (stages - ptx::shared_address(memory));
-    u8* const boxes = base + STAGES * kStageBytes;
+    u8* const boxes = base + STAGES * Operands::kStageBytes;
     float* const scales = reinterpret_cast<float*>(boxes + CONSUMERS * SLOTS * Ring::kBytes);
     float* const column_values = scales + STAGES * kScaleFloats;  // [CONSUMERS, 2, COLS]
     u8* const barriers = reinterpret_cast<u8*>(column_values + CONSUMERS * 2 * COLS);
@@ -107,6 +104,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
     // Computed where a role begins: earlier, it would occupy registers that the producer does not have.
+    // With SHIFTED, a part that ends before the last of k needs 8 bytes of the next stage.
+    auto loaded_depth = [&](const ProductTile& tile) {
+        return tile.depth + (SHIFTED && tile.k + tile.depth < static_cast<i32>(depth) ? kDepth : 0);
+    };
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
@@ -114,19 +115,19 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
-            const u32 bytes = kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
+            const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
                 const i32 group_b = kind == kDepthGroups ? 0 : static_cast<i32>(tile.group);
 #pragma unroll 1
-                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
+                for (i32 k = 0; k < loaded_depth(tile); k += kDepth, state.advance()) {
                     pipeline.acquire(state);
                     const ptx::SharedAddress full = pipeline.expect(state, bytes);
                     if constexpr (SHIFTED) {
-                        Shifted::fetch(a_map, b_map, stages + state.stage * kStageBytes, full, tile.k + k, tile.row, tile.n);
+                        Shifted::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row, tile.n);
                     } else {
-                        Operands::fetch(a_map, b_map, stages + state.stage * kStageBytes, full, tile.k + k, tile.row, group_a,
+                        Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row, group_a,
                                         tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
                     }
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 const ProductTile tile = share.tile(tiles, kDepth);
                 copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
-                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
+                for (i32 k = 0; k < loaded_depth(tile); k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
                     pipeline.acquire(state);
                     copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     };
     if (kPingPong && consumer == 1) skip_tile();
     if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
-    Shifted shifted(buffers, flags.shift_a(), flags.shift_b());
+    Shifted shifted(flags.shift_a(), flags.shift_b());
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
         Share after = share;
@@ -185,16 +186,20 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
         if constexpr (SHIFTED)
-            shifted.place(reinterpret_cast<const u8*>(starts), reinterpret_cast<const u8*>(ends), static_cast<int>(rows) - tile.row,
+            shifted.begin(reinterpret_cast<const u8*>(starts), reinterpret_cast<const u8*>(ends), static_cast<int>(rows) - tile.row,
                           static_cast<int>(columns) - tile.n, tile.k, static_cast<int>(depth) - tile.k);
         // Where the products of a stage, the i-th of the tile, find their operands.
         auto operands_of = [&](const PipelineState<STAGES>& at, int i) {
-            const ptx::SharedAddress stage = stages + at.stage * kStageBytes;
+            const ptx::SharedAddress stage = stages + at.stage * Operands::kStageBytes;
             if constexpr (SHIFTED) {
-                return shifted.move(stage, i * kDepth, static_cast<int>(depth) - tile.k - i * kDepth, kCutBarrier);
-            } else {
-                return stage;
+                PipelineState<STAGES> next = at;
+                next.advance();
+                const bool has_next = (i + 1) * kDepth < loaded_depth(tile);
+                if (has_next) pipeline.wait(next);
+                shifted.move(stage, stages + next.stage * Operands::kStageBytes, has_next, i * kDepth,
+                             static_cast<int>(depth) - tile.k - i * kDepth, kCutBarrier);
             }
+            return stage;
         };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
@@ -240,20 +245,19 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             for (int i = 0; i < blocks; ++i, state.advance()) {
                 pipeline.wait(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
-                    Operands::cut(base + state.stage * kStageBytes, tail, kCutBarrier);
+                    Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
                 const ptx::SharedAddress operands = operands_of(state, i);
-                if constexpr (SHIFTED) pipeline.release_warp(state);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
                     Operands::multiply(sums[w], operands, static_cast<u32>(w * kTogether + own_part), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
-                if (!SHIFTED && i != 0 && speaks) pipeline.release(last);
+                if (i != 0 && speaks) pipeline.release(last);
                 last = state;
             }
             ptx::wgmma_wait<0>();
-            if (!SHIFTED && blocks != 0 && speaks) pipeline.release(last);
+            if (blocks != 0 && speaks) pipeline.release(last);
             if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
 #pragma unroll
@@ -266,14 +270,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             ptx::SharedAddress operands = stages, next_operands = stages;
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
-                if (tail != 0 && is_last) Operands::cut(base + at.stage * kStageBytes, tail, kCutBarrier);
+                if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
                 if constexpr (kLeftInRegisters)
-                    Operands::load_left(left, base + at.stage * kStageBytes, static_cast<u32>(consumer));
+                    Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };
             if (blocks != 0) {
                 pipeline.wait(state);
-                begin_stage(state, blocks == 1);
                 next_operands = operands_of(state, 0);
+                begin_stage(state, blocks == 1);
             }
             for (int i = 0; i < blocks; ++i) {
                 const PipelineState<STAGES> here = state;
@@ -333,6 +337,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
         }
 
+        if (SHIFTED && tile.depth < loaded_depth(tile)) {
+            pipeline.release_warp(state);
+            state.advance();
+        }
         if constexpr (kSplits) {
             if (share.is_part()) {
                 using Parts = SharedSums<typename Totals<Sum, SCALES>::Type, CONSUMERS, COLS / 8>;

@@ -1,7 +1,7 @@
 // Operands of 8-bit elements whose rows are odd multiples of 8 bytes apart, which TMA does not read: in a tensor map of
-// pairs of rows, the second one begins 8 bytes early. TMA copies 144 bytes of every row to a stage of the ring, rows in
-// order; the consumers move the 128 of k to a buffer as wgmma reads it, and zeros behind the last of k, where bytes of the
-// next row are. A last row that has no pair is read from memory.
+// pairs of rows, the second one begins 8 bytes early. So odd rows of a stage begin with 8 bytes of the k before, and the
+// consumers move them by 8 bytes to the left; the last 8 are the first ones of the next stage. Behind the last of k, even
+// rows have 8 bytes of the next row, which become 0. A last row that has no pair is read from memory.
 #pragma once
 #include "gemm/operand.cuh"
 #include "ptx/barrier.cuh"
@@ -10,42 +10,40 @@ namespace rtk {
 
 template <int ROWS, int COLS, int THREADS>
 struct ShiftedRows {
-    static constexpr u32 kRow = kTileRow + 16, kRawBytes = (ROWS + COLS) * kRow, kBufferBytes = (ROWS + COLS) * kTileRow;
-    // When a warp has passed the barrier of a stage, others may still multiply the one before: nobody writes to either.
-    static constexpr int kBuffers = 3;
-    static constexpr int kAtOnce = THREADS / 16;  // rows, of 16 pieces of 8 bytes
+    static constexpr int kAtOnce = THREADS / 16;  // odd rows that threads move at a time, 8 bytes each
 
-    ptx::SharedAddress buffers;
-    u32 source_a, source_b, target;  // of this thread's pieces in the first rows
-    int piece, buffer = 0;
+    bool shift_a, shift_b;
+    u32 row, place, source;  // this thread's: the first of its even rows; offsets of its piece, and of what belongs there
+    int piece;
     const u8* last[2] = {nullptr, nullptr};  // this thread's piece of the last row of a and of b, if it has no pair
-    Raw<8> ahead[2] = {};                     // its 8 bytes of the next stage
-    u32 last_target[2] = {0, 0};
+    Raw<8> ahead[2] = {};                    // its 8 bytes of the next stage
+    u32 last_place[2] = {0, 0};
 
-    // Odd rows of the operands begin `shift_a` and `shift_b` bytes behind those of the tensor map.
-    RTK_DEVICE ShiftedRows(ptx::SharedAddress memory, u32 shift_a, u32 shift_b) : buffers(memory) {
-        const u32 thread = threadIdx.x % THREADS, row = thread / 16;
-        piece = static_cast<int>(thread % 16);
-        source_a = row * kRow + 8 * thread % 128 + (row % 2 != 0 ? shift_a : 0);
-        source_b = row * kRow + 8 * thread % 128 + (row % 2 != 0 ? shift_b : 0);
-        target = row * kTileRow + ((thread % 16 / 2 ^ (row & 7)) << 4) + thread % 2 * 8;
+    // Which operands have such rows.
+    RTK_DEVICE ShiftedRows(bool a, bool b) : shift_a(a), shift_b(b) {
+        const u32 thread = threadIdx.x % THREADS;
+        row = thread / 16 * 2, piece = static_cast<int>(thread % 16);
+        place = (row + 1) * kTileRow + swizzled(row + 1, thread % 16);
+        source = (row + 1) * kTileRow + swizzled(row + 1, (thread + 1) % 16);
     }
 
-    // Called by one thread: loads 144 bytes from k on, of all rows of a tile.
+    // The rows of a thread are multiples of 8 apart, so that all have the same swizzle.
+    RTK_DEVICE static u32 swizzled(u32 at_row, u32 at) { return ((at / 2 ^ (at_row & 7)) << 4) + at % 2 * 8; }
+
+    // Called by one thread: loads 128 bytes from k on, of all rows of a tile.
     RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& b, ptx::SharedAddress to,
                                  ptx::SharedAddress full, i32 k, i32 row, i32 n) {
         ptx::tma_load_3d(to, a, full, k, 0, row / 2);
-        ptx::tma_load_3d(to + ROWS * kRow, b, full, k, 0, n / 2);
+        ptx::tma_load_3d(to + ROWS * kTileRow, b, full, k, 0, n / 2);
     }
 
     // Called where a tile begins, with its first k and the bytes that there are from there on; `last_a`, `last_b`: the rows
     // that have no pair, or null.
-    RTK_DEVICE void place(const u8* last_a, const u8* last_b, int rows_left, int columns_left, i32 k, int valid) {
-        const int own = static_cast<int>(threadIdx.x) % THREADS / 16;
-        auto of = [&](int i, const u8* row, int at, int limit, u32 first) {
-            const bool has = row != nullptr && at < limit && at % kAtOnce == own;
-            last[i] = has ? row + k + 8 * piece : nullptr;
-            last_target[i] = (first + static_cast<u32>(at - own)) * kTileRow;
+    RTK_DEVICE void begin(const u8* last_a, const u8* last_b, int rows_left, int columns_left, i32 k, int valid) {
+        auto of = [&](int i, const u8* from, int at, int limit, u32 first) {
+            const bool has = from != nullptr && at < limit && at / 2 % kAtOnce == static_cast<int>(row) / 2;
+            last[i] = has ? from + k + 8 * piece : nullptr;
+            last_place[i] = (first + static_cast<u32>(at)) * kTileRow + swizzled(row, static_cast<u32>(piece));
         };
         of(0, last_a, rows_left - 1, ROWS, 0);
         of(1, last_b, columns_left - 1, COLS, ROWS);
@@ -63,32 +61,41 @@ struct ShiftedRows {
         }
     }
 
-    // Called by all consumers when a stage at `raw` has arrived: returns the buffer with its rows. `k`: of the tile, so far;
-    // `valid`: bytes of k that there are from there on. Ends with a barrier.
-    RTK_DEVICE ptx::SharedAddress move(ptx::SharedAddress raw, i32 k, int valid, int barrier) {
-        buffer = buffer + 1 == kBuffers ? 0 : buffer + 1;
-        const ptx::SharedAddress to = buffers + buffer * kBufferBytes;
-        const bool exists = 8 * piece < valid;
-        auto rows = [&](ptx::SharedAddress from, ptx::SharedAddress into) {
-            Raw<8> v[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = ptx::ld_shared_8(from + i * kAtOnce * kRow);
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                ptx::st_shared_8(into + i * kAtOnce * kTileRow, exists ? v[i] : Raw<8>{});
-        };
-#pragma unroll
-        for (int first = 0; first < ROWS; first += 8 * kAtOnce) rows(raw + source_a + first * kRow, to + target + first * kTileRow);
-#pragma unroll
-        for (int first = 0; first < COLS; first += 8 * kAtOnce)
-            rows(raw + source_b + (ROWS + first) * kRow, to + target + (ROWS + first) * kTileRow);
+    // Called by all consumers when a stage and the next one have arrived (`has_next`), before they multiply it. `k`: of the
+    // tile, so far; `valid`: bytes of k that there are from there on. Ends with a barrier.
+    RTK_DEVICE void move(ptx::SharedAddress stage, ptx::SharedAddress next, bool has_next, i32 k, int valid, int barrier) {
+        const bool exists = piece < 15 || has_next;
+        const ptx::SharedAddress from = (piece < 15 ? stage : next) + source;
+        if (shift_a) move_rows<ROWS>(stage, from, 0, exists);
+        if (shift_b) move_rows<COLS>(stage, from, ROWS * kTileRow, exists);
+        if (valid < static_cast<int>(kTileRow) && piece == valid / 8) {
+#pragma unroll 1
+            for (int i = static_cast<int>(row); i < ROWS + COLS; i += 2 * kAtOnce)
+                ptx::st_shared_8(stage + i * kTileRow + swizzled(row, static_cast<u32>(piece)), Raw<8>{});
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (last[i] != nullptr) ptx::st_shared_8(to + target + last_target[i], ahead[i]);
+            if (last[i] != nullptr) ptx::st_shared_8(stage + last_place[i], ahead[i]);
         load_ahead(k + static_cast<i32>(kTileRow), valid - static_cast<int>(kTileRow));
         ptx::fence_async_shared();
         ptx::named_barrier_sync(barrier, THREADS);
-        return to;
+    }
+
+   private:
+    // The 16 threads of a row are neighbours in a warp.
+    template <int COUNT>
+    RTK_DEVICE void move_rows(ptx::SharedAddress stage, ptx::SharedAddress from, u32 first, bool exists) const {
+        constexpr int kEach = COUNT / (2 * kAtOnce);
+        constexpr u32 kStep = 2 * kAtOnce * kTileRow;
+        Raw<8> v[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            v[i] = {};
+            if (exists) v[i] = ptx::ld_shared_8(from + first + i * kStep);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) ptx::st_shared_8(stage + place + first + i * kStep, v[i]);
     }
 };
 

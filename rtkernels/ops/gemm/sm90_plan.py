@@ -23,7 +23,6 @@ from rtkernels.ops.gemm.tile_choice import (
     NO_SCALES,
     PLAIN,
     QUANTIZED,
-    RAW_ROW,
     ROW_SCALES,
     SHIFTED_TILES,
     SMALL,
@@ -219,9 +218,7 @@ def _operand(
     if shifted:  # pairs of rows, of which the second one begins 8 bytes early
         late = 8 * matrix.halves
         sizes = (k + late, 2, rows // 2)
-        return Boxes(
-            name, "byte", sizes, (matrix.pitch - late, 2 * matrix.pitch), (RAW_ROW, 2, tile_rows // 2), swizzle=False
-        )
+        return Boxes(name, "byte", sizes, (matrix.pitch - late, 2 * matrix.pitch), (128, 2, tile_rows // 2))
     sizes = (rows, k, groups) if matrix.across else (k, rows, groups)
     strides = box_strides(sizes, (matrix.pitch, matrix.group_pitch), size)
     box = (64, 64, 1) if matrix.across else (128 // size, tile_rows, 1)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 BOX = 64 * 128  # bytes of a box of results in shared memory
 ROW = 128  # bytes of k in a stage, of every row of a tile
-RAW_ROW = ROW + 16  # of rows that TMA copies from the last multiple of 16 bytes on
 MAX_GROUPS = 512
 NO_SCALES, ROW_SCALES, COLUMN_SCALES = 0, 1, 2  # in the loop; of cuda_src/gemm/gemm_sm90.cu
 
@@ -19,7 +18,7 @@ class Tile(NamedTuple):
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
     both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of operands
-    are multiples of 8 bytes; stages hold 144 bytes of them, which consumers move to buffers.
+    are odd multiples of 8 bytes, every second one of which consumers move.
     """
 
     consumers: int
@@ -42,11 +41,9 @@ class Tile(NamedTuple):
     def shared(self, scales: int, groups: int) -> int:
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
         floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
-        rows = self.rows + self.cols
-        stage = rows * (RAW_ROW if self.shifted else ROW) + 4 * floats + 16
-        buffers = 3 * rows * ROW if self.shifted else 0
+        stage = (self.rows + self.cols) * ROW + 4 * floats + 16
         table = 12 * (groups + 1) if groups else 0
-        return buffers + self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
+        return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
 
 
 LARGE = Tile(2, 1, 256, 3, 4)
@@ -57,7 +54,9 @@ ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 SQUARE = Tile(3, 1, 192, 3, 3)
 PINGPONG = Tile(2, 2, 128, 5, 2)
 NARROW = Tile(1, 1, 64, 12, 2)  # with batch invariance, where blocks do not share k: twice as many of them
-SHIFTED_TILES = (Tile(1, 1, 128, 5, 1, True), Tile(2, 1, 128, 3, 1, True))  # of 8-bit operands
+SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
+    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 256, 4, 1, True),
+)  # fmt: skip
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),

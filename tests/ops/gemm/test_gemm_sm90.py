@@ -17,7 +17,7 @@ from rtkernels.ops.gemm.tile_choice import Tile
 from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
-SHIFTED_ONE, SHIFTED = tile_choice.SHIFTED_TILES
+SHIFTED_ONE, SHIFTED, SHIFTED_LARGE = tile_choice.SHIFTED_TILES
 SQUARES, NARROW = tile_choice.SQUARE, tile_choice.NARROW
 COLS_224, COLS_192, PINGPONG = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.PINGPONG
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
@@ -126,6 +126,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gated_last_shared": (70, 400, 600, {"gate": "gelu", "out": "fp32", "tile": BROAD, "sharing": 3, "grid": 3}),
     "gated_small": (150, 136, 72, {"gate": "silu", "bias": "bf16", "tile": SMALL}),
     "gated_one_warpgroup": (70, 131, 200, {"gate": "gelu", "out": "fp32", "narrow": 1, "tile": ONE, "sharing": 4}),
+    "gated_tall": (200, 72, 200, {"gate": "silu", "bias": "bf16", "tile": tile_choice.TALL, "sharing": 6}),
     # Ping-pong: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
     "bf16_pingpong": (300, 500, 200, {"bias": "bf16", "tile": PINGPONG}),
     "bf16_one_tile_pingpong": (70, 40, 1000, {"act": "silu", "tile": PINGPONG}),
@@ -207,6 +208,13 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         133,
         904,
         {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED, "sharing": 8},
+    ),
+    "shifted_large": (131, 259, 904, {"a": "e4m3", "sums": "fast", "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8}),
+    "shifted_1d2d_large": (
+        131,
+        257,
+        648,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8},
     ),
     "shifted_int8": (70, 67, 1000, {"a": "int8", "out": "int32", "halves": "ab", "tile": SHIFTED_ONE}),
     "shifted_int8_rows": (131, 131, 8, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED}),
