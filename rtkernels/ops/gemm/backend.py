@@ -9,7 +9,9 @@ from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.operator.plan import Steps
 
-_SKINNY_FIRST = 16  # rows up to which it is asked before the others (H200)
+_SKINNY_FIRST = {2: 16, 1: 8}  # by bytes of an element of b, rows up to which it is asked before the others (H200)
+_HALVES_FIRST = 16  # the same for rows that TMA does not read
+_DECODE_FIRST = 8  # rows up to which products of 16-bit weights are like those of decoding steps
 _LATENCY_ROWS = {2: 32, 1: 16}  # by bytes of an element: up to which products of few weights are bound by latency
 _LATENCY_BYTES = 8 << 20  # of such weights, at most
 
@@ -36,9 +38,12 @@ def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
     if level():
         return _INVARIANT
-    skinny = product.m <= _SKINNY_FIRST or _leaves_sms_idle(product, info)
+    first = _SKINNY_FIRST.get(int(BYTES[product.b.token]), 16) if product.b.aligned else _HALVES_FIRST
+    skinny = product.m <= first or _leaves_sms_idle(product, info)
     order = ("skinny", "sm90", "unpack", "mma") if skinny else ("sm90", "skinny", "unpack", "mma")
     order = ("cluster", *order) if _is_latency(product, info) else order
+    if product.m <= _DECODE_FIRST and BYTES[product.b.token] == 2 and product.gate is None:
+        order = ("decode", *order)
     return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 
 

@@ -19,7 +19,6 @@ from rtkernels.ops.gemm.tile_choice import (
     GATED_TILES,
     LARGE,
     MAX_GROUPS,
-    NARROW,
     NO_SCALES,
     PLAIN,
     QUANTIZED,
@@ -53,7 +52,7 @@ _REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and ga
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GROUPS = {"rows": 1, "labels": 1, "masked": 2, "depth": 3}
 _BAND_ROWS = 2048  # rows of tiles that blocks walk together
-_GATED_ROWS = 128  # up to which small tiles of gated products are faster (H200)
+_GATED_ROWS, _GATED_BYTES = 128, 50 << 20  # of a and b, up to which small tiles of gated products are faster (H200)
 
 
 def _variants() -> Iterator[tuple[str | int | bool, ...]]:
@@ -68,8 +67,6 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 if tile in BETWEEN and scales == ROW_SCALES and pair[0] not in FP8:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
-            if pair == ("e4m3", "e4m3") and scales != COLUMN_SCALES:
-                yield (*types, False, False, *NARROW, scales, PLAIN)
             if pair in _SHIFTED and scales in ((NO_SCALES,) if pair[0] in _BYTES else (NO_SCALES, ROW_SCALES)):
                 for tile in SHIFTED_TILES:
                     yield (*types, False, False, *tile, scales, PLAIN)
@@ -78,7 +75,6 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
                     yield (*types, False, False, *tile, scales, GATED)
         if pair[0] in FLOAT16:
-            yield (*types, False, False, *NARROW, NO_SCALES, PLAIN)
             for across in ((False, True), (True, False), (True, True)):
                 for tile in (LARGE, SMALL):
                     yield (*types, *across, *tile, NO_SCALES, PLAIN)
@@ -386,18 +382,18 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     """Return the tile of a product, and how many blocks share its k."""
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    known = (*TILES[scales], NARROW) if level() else TILES[scales]
-    if _is_shifted(p):
-        known = SHIFTED_TILES
+    known = SHIFTED_TILES if _is_shifted(p) else GATED_TILES if finish == GATED else TILES[scales]
     tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
-    if p.quantized is not None or (finish == GATED and m > _GATED_ROWS):  # scales cover 128 columns of a tile
+    if p.quantized is not None:  # scales cover 128 columns of a tile
+        tiles = [LARGE]
+    if finish == GATED and m > _GATED_ROWS and _b_rows(p) * p.k * BYTES[p.b.token] > _GATED_BYTES:
         tiles = [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
         return Choice(only or choose_grouped(m, n, scales, finish, sms, tiles))
     if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
-        tiles = [tile for tile in tiles if tile not in BETWEEN]
+        tiles = [tile for tile in tiles if tile not in BETWEEN and tile.cols != 192]
     if only is not None:
         tiles = [only]
     whole = tiles if level() else (LARGE,) if p.a.across and p.b.across else ()  # sums along k must not depend on m

@@ -53,13 +53,13 @@ SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
 SQUARE = Tile(3, 1, 192, 3, 3)
 PINGPONG = Tile(2, 2, 128, 5, 2)
-NARROW = Tile(1, 1, 64, 12, 2)  # with batch invariance, where blocks do not share k: twice as many of them
+NARROW = Tile(1, 1, 64, 12, 2)  # for few rows: twice as many blocks, so that fewer of them share k
 SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
-    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 256, 4, 1, True),
+    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True),
 )  # fmt: skip
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
-    ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
+    NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW, PINGPONG),
+    ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW),
     COLUMN_SCALES: (LARGE, SMALL),
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
@@ -107,13 +107,13 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
-_MOVED = 2.5  # of 128 bytes that consumers move
+_ROWS = {8: 1.66, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
+_MOVED = (100, 0.6)  # of a stage of which consumers move rows, and of each row
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
 _BYTES = 1750  # that memory delivers in a cycle
-_PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
+_PART = (800, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
 _LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
 _DOUBT = 1.06  # by how much sharing must be faster
@@ -131,7 +131,7 @@ def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
     """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
     if tile.shifted:
-        products += _MOVED * (tile.rows + tile.cols)
+        products += _MOVED[0] + _MOVED[1] * (tile.rows + tile.cols)
     line = _LINE[0] + _LINE[1] * busy
     return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
 

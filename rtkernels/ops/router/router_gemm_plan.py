@@ -22,7 +22,7 @@ from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
 
 
-_FEW_ROWS = 16  # up to which products of few rows are faster (H200)
+_FEW_ROWS = 32  # up to which products of few rows are faster (H200)
 
 
 class Operand(NamedTuple):

@@ -210,11 +210,11 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED, "sharing": 8},
     ),
     "shifted_large": (131, 259, 904, {"a": "e4m3", "sums": "fast", "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8}),
-    "shifted_1d2d_large": (
+    "shifted_large_promoted": (
         131,
         257,
         648,
-        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8},
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8},
     ),
     "shifted_int8": (70, 67, 1000, {"a": "int8", "out": "int32", "halves": "ab", "tile": SHIFTED_ONE}),
     "shifted_int8_rows": (131, 131, 8, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED}),
