@@ -16,6 +16,8 @@ from rtkernels.ops.gemm import decode_plan
 @pytest.mark.parametrize("m, n, k", ((1, 33, 136), (5, 100, 1032), (8, 24, 2056), (16, 24, 2056)))
 def test_products(monkeypatch: pytest.MonkeyPatch, place: str, m: int, n: int, k: int) -> None:
     """With as many SMs as an H200 has, two blocks share k, the second of which may have a step less."""
+    if place == "sm_80" and m * k > 32000:
+        pytest.skip("too little shared memory")
     shape = decode_plan._shape
     monkeypatch.setattr(decode_plan, "_shape", lambda p, target, sms, normed: shape(p, target, 132, normed))
     torch.manual_seed(0)
