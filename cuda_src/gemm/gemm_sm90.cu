@@ -104,9 +104,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
     // Computed where a role begins: earlier, it would occupy registers that the producer does not have.
-    // With SHIFTED, a part that ends before the last of k needs 8 bytes of the next stage.
     auto loaded_depth = [&](const ProductTile& tile) {
-        return tile.depth + (SHIFTED && tile.k + tile.depth < static_cast<i32>(depth) ? kDepth : 0);
+        return SHIFTED ? Shifted::loaded_depth(tile, static_cast<i32>(depth)) : tile.depth;
     };
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
@@ -186,20 +185,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
         if constexpr (SHIFTED)
-            shifted.begin(reinterpret_cast<const u8*>(starts), reinterpret_cast<const u8*>(ends), static_cast<int>(rows) - tile.row,
-                          static_cast<int>(columns) - tile.n, tile.k, static_cast<int>(depth) - tile.k);
+            shifted.begin(tile, starts, ends, static_cast<i32>(rows), static_cast<i32>(columns), static_cast<i32>(depth));
         // Where the products of a stage, the i-th of the tile, find their operands.
         auto operands_of = [&](const PipelineState<STAGES>& at, int i) {
-            const ptx::SharedAddress stage = stages + at.stage * Operands::kStageBytes;
-            if constexpr (SHIFTED) {
-                PipelineState<STAGES> next = at;
-                next.advance();
-                const bool has_next = (i + 1) * kDepth < loaded_depth(tile);
-                if (has_next) pipeline.wait(next);
-                shifted.move(stage, stages + next.stage * Operands::kStageBytes, has_next, i * kDepth,
-                             static_cast<int>(depth) - tile.k - i * kDepth, kCutBarrier);
-            }
-            return stage;
+            if constexpr (SHIFTED) shifted.move(pipeline, at, stages, tile, i * kDepth, static_cast<i32>(depth), kCutBarrier);
+            return stages + at.stage * Operands::kStageBytes;
         };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;

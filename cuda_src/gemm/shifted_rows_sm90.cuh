@@ -3,13 +3,16 @@
 // consumers move them by 8 bytes to the left; the last 8 are the first ones of the next stage. Behind the last of k, even
 // rows have 8 bytes of the next row, which become 0. A last row that has no pair is read from memory.
 #pragma once
+#include "common/pipeline.cuh"
 #include "gemm/operand.cuh"
+#include "gemm/schedule_sm90.cuh"
 #include "ptx/barrier.cuh"
 
 namespace rtk {
 
 template <int ROWS, int COLS, int THREADS>
 struct ShiftedRows {
+    static constexpr u32 kStageBytes = (ROWS + COLS) * kTileRow;
     static constexpr int kAtOnce = THREADS / 16;  // odd rows that threads move at a time, 8 bytes each
 
     bool shift_a, shift_b;
@@ -37,17 +40,21 @@ struct ShiftedRows {
         ptx::tma_load_3d(to + ROWS * kTileRow, b, full, k, 0, n / 2);
     }
 
-    // Called where a tile begins, with its first k and the bytes that there are from there on; `last_a`, `last_b`: the rows
-    // that have no pair, or null.
-    RTK_DEVICE void begin(const u8* last_a, const u8* last_b, int rows_left, int columns_left, i32 k, int valid) {
-        auto of = [&](int i, const u8* from, int at, int limit, u32 first) {
+    // How much of k is loaded for a tile: a part that ends before the last of k needs 8 bytes of the next stage.
+    RTK_DEVICE static i32 loaded_depth(const ProductTile& tile, i32 depth) {
+        return tile.depth + (tile.k + tile.depth < depth ? static_cast<i32>(kTileRow) : 0);
+    }
+
+    // Called where a tile begins; `last_a`, `last_b`: the rows that have no pair, or null.
+    RTK_DEVICE void begin(const ProductTile& tile, const void* last_a, const void* last_b, i32 rows, i32 columns, i32 depth) {
+        auto of = [&](int i, const void* from, int at, int limit, u32 first) {
             const bool has = from != nullptr && at < limit && at / 2 % kAtOnce == static_cast<int>(row) / 2;
-            last[i] = has ? from + k + 8 * piece : nullptr;
+            last[i] = has ? static_cast<const u8*>(from) + tile.k + 8 * piece : nullptr;
             last_place[i] = (first + static_cast<u32>(at)) * kTileRow + swizzled(row, static_cast<u32>(piece));
         };
-        of(0, last_a, rows_left - 1, ROWS, 0);
-        of(1, last_b, columns_left - 1, COLS, ROWS);
-        load_ahead(0, valid);
+        of(0, last_a, rows - tile.row - 1, ROWS, 0);
+        of(1, last_b, columns - tile.n - 1, COLS, ROWS);
+        load_ahead(0, depth - tile.k);
     }
 
     RTK_DEVICE void load_ahead(i32 k, int valid) {
@@ -61,11 +68,19 @@ struct ShiftedRows {
         }
     }
 
-    // Called by all consumers when a stage and the next one have arrived (`has_next`), before they multiply it. `k`: of the
-    // tile, so far; `valid`: bytes of k that there are from there on. Ends with a barrier.
-    RTK_DEVICE void move(ptx::SharedAddress stage, ptx::SharedAddress next, bool has_next, i32 k, int valid, int barrier) {
+    // Called by all consumers when a stage has arrived, before they multiply it: waits for the next one, too. `k`: of the
+    // tile, so far. Ends with a barrier.
+    template <int STAGES>
+    RTK_DEVICE void move(const Pipeline<STAGES>& pipeline, const PipelineState<STAGES>& at, ptx::SharedAddress stages,
+                         const ProductTile& tile, i32 k, i32 depth, int barrier) {
+        PipelineState<STAGES> next = at;
+        next.advance();
+        const bool has_next = k + static_cast<i32>(kTileRow) < loaded_depth(tile, depth);
+        if (has_next) pipeline.wait(next);
+        const ptx::SharedAddress stage = stages + at.stage * kStageBytes;
+        const int valid = depth - tile.k - k;  // bytes of k that there are from here on
         const bool exists = piece < 15 || has_next;
-        const ptx::SharedAddress from = (piece < 15 ? stage : next) + source;
+        const ptx::SharedAddress from = (piece < 15 ? stage : stages + next.stage * kStageBytes) + source;
         if (shift_a) move_rows<ROWS>(stage, from, 0, exists);
         if (shift_b) move_rows<COLS>(stage, from, ROWS * kTileRow, exists);
         if (valid < static_cast<int>(kTileRow) && piece == valid / 8) {
