@@ -130,8 +130,8 @@ def dense(
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
-    `narrow` is how many more columns the memory of the result has, which must stay unchanged. `halves` names the operands
-    whose rows are odd multiples of 8 bytes apart.
+    `narrow` is how many more columns the memory of the result has, which must stay unchanged. `halves` names the
+    operands whose rows are odd multiples of 8 bytes apart.
     """
     b = b or a
     left = operand(a, m, k, across=across[0], device=device, halves="a" in halves)

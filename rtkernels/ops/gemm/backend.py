@@ -75,6 +75,7 @@ PRODUCTS: Backends[Product] = Backends(
         Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan), _DECODE,
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
-    order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "decode", "unpack"),
+    order=_order, automatic=("auto", "rtkernels"), others=("torch",),
+    not_invariant=("skinny", "cluster", "decode", "unpack"),
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip

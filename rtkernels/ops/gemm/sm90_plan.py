@@ -206,9 +206,7 @@ def _token(matrix: Matrix) -> str:
     return matrix.token if matrix.token in FLOAT16 else "byte"
 
 
-def _operand(
-    name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_rows: int, shifted: bool = False
-) -> Boxes:
+def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_rows: int, shifted: bool = False) -> Boxes:
     """Boxes of 128 bytes: of k and all rows of the tile, or, of an operand that lies across, of 64 rows and 64 of k."""
     size = int(BYTES[matrix.token])
     if shifted:  # pairs of rows, of which the second one begins 8 bytes early
@@ -349,7 +347,8 @@ def _arguments(
         a, b, out, a_scales or a, b_scales or a,
         names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
         "add" if p.add else 0,
-        "out", "out_scale" if p.quantized else 0, *(_alone(p, names) if tile.shifted else _cuts(g)), *(("shared_sums", "arrived") if sharing else (0, 0)),
+        "out", "out_scale" if p.quantized else 0, *(_alone(p, names) if tile.shifted else _cuts(g)),
+        *(("shared_sums", "arrived") if sharing else (0, 0)),
         p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | (count or sharing) << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,

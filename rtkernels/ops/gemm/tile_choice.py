@@ -17,8 +17,8 @@ class Tile(NamedTuple):
 
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of operands
-    are odd multiples of 8 bytes, every second one of which consumers move.
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
+    operands are odd multiples of 8 bytes, every second one of which consumers move.
     """
 
     consumers: int
@@ -65,7 +65,8 @@ TILES = {  # by what is in the loop
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
 TALL = Tile(3, 1, 128, 4, 2)
-GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP, TALL)  # of bf16 without scales in the loop; others are gated by the first one
+# Of bf16 without scales in the loop; others are gated by the first one.
+GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP, TALL)
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns

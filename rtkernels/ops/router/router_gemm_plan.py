@@ -21,7 +21,6 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
 
-
 _FEW_ROWS = 32  # up to which products of few rows are faster (H200)
 
 

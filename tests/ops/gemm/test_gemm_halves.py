@@ -65,7 +65,10 @@ def test_few_rows_are_not_copied(m: int, k: int, n: int, backend: str) -> None:
     given = {"scale_a": scale, "scale_b": scale, "recipe": "tensor"}
     for more in ({}, {"acc": "fast"}):
         assert explain(rtkernels.scaled_mm, a, b, target="9.0", **given, **more).backend == backend
-    assert explain(rtkernels.scaled_mm, a, b, target="8.0", **given).backend == {"cluster": "skinny", "sm90": "pad"}.get(backend, backend)
+    assert explain(rtkernels.scaled_mm, a, b, target="8.0", **given).backend == {
+        "cluster": "skinny",
+        "sm90": "pad",
+    }.get(backend, backend)
 
 
 @at("sm_90", "cuda")

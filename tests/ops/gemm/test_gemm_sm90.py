@@ -190,7 +190,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         656,
         {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": NARROW, "sharing": 8},
     ),
-    # Rows are odd multiples of 8 bytes apart: numbers of rows that are even and odd, k that ends in a stage and behind one.
+    # Rows are odd multiples of 8 bytes apart: even and odd numbers of them, k that ends in a stage and behind one.
     "shifted": (
         70,
         136,
@@ -199,8 +199,18 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     ),
     "shifted_small": (131, 259, 264, {"a": "e4m3", "sums": "fast", "bias": "bf16", "halves": "ab", "tile": SHIFTED}),
     "shifted_promoted": (67, 133, 520, {"a": "e4m3", "scale_a": ROW, "halves": "ab", "tile": SHIFTED}),
-    "shifted_1d2d": (131, 137, 648, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED}),
-    "shifted_1d2d_one": (3, 2, 136, {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED_ONE}),
+    "shifted_1d2d": (
+        131,
+        137,
+        648,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED},
+    ),
+    "shifted_1d2d_one": (
+        3,
+        2,
+        136,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED_ONE},
+    ),
     "shifted_b": (33, 131, 392, {"a": "e4m3", "sums": "fast", "halves": "b", "tile": SHIFTED_ONE}),
     "shifted_a_shared": (33, 40, 904, {"a": "e4m3", "sums": "fast", "halves": "a", "tile": SHIFTED_ONE, "sharing": 5}),
     "shifted_1d2d_shared": (
@@ -209,7 +219,12 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         904,
         {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED, "sharing": 8},
     ),
-    "shifted_large": (131, 259, 904, {"a": "e4m3", "sums": "fast", "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8}),
+    "shifted_large": (
+        131,
+        259,
+        904,
+        {"a": "e4m3", "sums": "fast", "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8},
+    ),
     "shifted_large_promoted": (
         131,
         257,
