@@ -13,19 +13,19 @@ namespace rtk {
 template <int ROWS, int COLS, int THREADS>
 struct ShiftedRows {
     static constexpr u32 kStageBytes = (ROWS + COLS) * kTileRow;
-    static constexpr int kAtOnce = THREADS / 16;  // odd rows that threads move at a time, 8 bytes each
+    static constexpr int kRowPairs = THREADS / 16;  // odd rows that threads move at a time, 8 bytes each
 
     bool shift_a, shift_b;
-    u32 row, place, source;  // this thread's: the first of its even rows; offsets of its piece, and of what belongs there
-    int piece;
-    const u8* last[2] = {nullptr, nullptr};  // this thread's piece of the last row of a and of b, if it has no pair
-    Raw<8> ahead[2] = {};                    // its 8 bytes of the next stage
+    u32 row, place, source;  // this thread's: the first of its even rows; offsets of its 8 bytes, and of what belongs there
+    int half;  // of vectors of 16 bytes in a row
+    const u8* last[2] = {nullptr, nullptr};  // its 8 bytes of the last row of a and of b, if it has no pair
+    Raw<8> prefetched[2] = {};               // its 8 bytes of the next stage
     u32 last_place[2] = {0, 0};
 
     // Which operands have such rows.
     RTK_DEVICE ShiftedRows(bool a, bool b) : shift_a(a), shift_b(b) {
         const u32 thread = threadIdx.x % THREADS;
-        row = thread / 16 * 2, piece = static_cast<int>(thread % 16);
+        row = thread / 16 * 2, half = static_cast<int>(thread % 16);
         place = (row + 1) * kTileRow + swizzled(row + 1, thread % 16);
         source = (row + 1) * kTileRow + swizzled(row + 1, (thread + 1) % 16);
     }
@@ -48,22 +48,22 @@ struct ShiftedRows {
     // Called where a tile begins; `last_a`, `last_b`: the rows that have no pair, or null.
     RTK_DEVICE void begin(const ProductTile& tile, const void* last_a, const void* last_b, i32 rows, i32 columns, i32 depth) {
         auto of = [&](int i, const void* from, int at, int limit, u32 first) {
-            const bool has = from != nullptr && at < limit && at / 2 % kAtOnce == static_cast<int>(row) / 2;
-            last[i] = has ? static_cast<const u8*>(from) + tile.k + 8 * piece : nullptr;
-            last_place[i] = (first + static_cast<u32>(at)) * kTileRow + swizzled(row, static_cast<u32>(piece));
+            const bool has = from != nullptr && at < limit && at / 2 % kRowPairs == static_cast<int>(row) / 2;
+            last[i] = has ? static_cast<const u8*>(from) + tile.k + 8 * half : nullptr;
+            last_place[i] = (first + static_cast<u32>(at)) * kTileRow + swizzled(row, static_cast<u32>(half));
         };
         of(0, last_a, rows - tile.row - 1, ROWS, 0);
         of(1, last_b, columns - tile.n - 1, COLS, ROWS);
-        load_ahead(0, depth - tile.k);
+        prefetch(0, depth - tile.k);
     }
 
-    RTK_DEVICE void load_ahead(i32 k, int valid) {
+    RTK_DEVICE void prefetch(i32 k, int valid) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            ahead[i] = {};
-            if (last[i] != nullptr && 8 * piece < valid) {
+            prefetched[i] = {};
+            if (last[i] != nullptr && 8 * half < valid) {
                 const uint2 two = *reinterpret_cast<const uint2*>(last[i] + k);
-                ahead[i] = {{two.x, two.y}};
+                prefetched[i] = {{two.x, two.y}};
             }
         }
     }
@@ -79,19 +79,19 @@ struct ShiftedRows {
         if (has_next) pipeline.wait(next);
         const ptx::SharedAddress stage = stages + at.stage * kStageBytes;
         const int valid = depth - tile.k - k;  // bytes of k that there are from here on
-        const bool exists = piece < 15 || has_next;
-        const ptx::SharedAddress from = (piece < 15 ? stage : stages + next.stage * kStageBytes) + source;
+        const bool exists = half < 15 || has_next;
+        const ptx::SharedAddress from = (half < 15 ? stage : stages + next.stage * kStageBytes) + source;
         if (shift_a) move_rows<ROWS>(stage, from, 0, exists);
         if (shift_b) move_rows<COLS>(stage, from, ROWS * kTileRow, exists);
-        if (valid < static_cast<int>(kTileRow) && piece == valid / 8) {
+        if (valid < static_cast<int>(kTileRow) && half == valid / 8) {
 #pragma unroll 1
-            for (int i = static_cast<int>(row); i < ROWS + COLS; i += 2 * kAtOnce)
-                ptx::st_shared_8(stage + i * kTileRow + swizzled(row, static_cast<u32>(piece)), Raw<8>{});
+            for (int i = static_cast<int>(row); i < ROWS + COLS; i += 2 * kRowPairs)
+                ptx::st_shared_8(stage + i * kTileRow + swizzled(row, static_cast<u32>(half)), Raw<8>{});
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (last[i] != nullptr) ptx::st_shared_8(stage + last_place[i], ahead[i]);
-        load_ahead(k + static_cast<i32>(kTileRow), valid - static_cast<int>(kTileRow));
+            if (last[i] != nullptr) ptx::st_shared_8(stage + last_place[i], prefetched[i]);
+        prefetch(k + static_cast<i32>(kTileRow), valid - static_cast<int>(kTileRow));
         ptx::fence_async_shared();
         ptx::named_barrier_sync(barrier, THREADS);
     }
@@ -100,8 +100,8 @@ struct ShiftedRows {
     // The 16 threads of a row are neighbours in a warp.
     template <int COUNT>
     RTK_DEVICE void move_rows(ptx::SharedAddress stage, ptx::SharedAddress from, u32 first, bool exists) const {
-        constexpr int kEach = COUNT / (2 * kAtOnce);
-        constexpr u32 kStep = 2 * kAtOnce * kTileRow;
+        constexpr int kEach = COUNT / (2 * kRowPairs);
+        constexpr u32 kStep = 2 * kRowPairs * kTileRow;
         Raw<8> v[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {

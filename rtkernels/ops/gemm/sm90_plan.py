@@ -210,9 +210,9 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
     """Boxes of 128 bytes: of k and all rows of the tile, or, of an operand that lies across, of 64 rows and 64 of k."""
     size = int(BYTES[matrix.token])
     if shifted:  # pairs of rows, of which the second one begins 8 bytes early
-        late = 8 * matrix.halves
-        sizes = (k + late, 2, rows // 2)
-        return Boxes(name, "byte", sizes, (matrix.pitch - late, 2 * matrix.pitch), (128, 2, tile_rows // 2))
+        shift = 8 * matrix.halves
+        sizes = (k + shift, 2, rows // 2)
+        return Boxes(name, "byte", sizes, (matrix.pitch - shift, 2 * matrix.pitch), (128, 2, tile_rows // 2))
     sizes = (rows, k, groups) if matrix.across else (k, rows, groups)
     strides = box_strides(sizes, (matrix.pitch, matrix.group_pitch), size)
     box = (64, 64, 1) if matrix.across else (128 // size, tile_rows, 1)
