@@ -186,10 +186,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
         if constexpr (SHIFTED)
             shifted.begin(tile, starts, ends, static_cast<i32>(rows), static_cast<i32>(columns), static_cast<i32>(depth));
-        // Where the products of a stage, the i-th of the tile, find their operands.
-        auto operands_of = [&](const PipelineState<STAGES>& at, int i) {
+        auto move_rows = [&](const PipelineState<STAGES>& at, int i) {  // of the i-th stage of the tile
             if constexpr (SHIFTED) shifted.move(pipeline, at, stages, tile, i * kDepth, static_cast<i32>(depth), kCutBarrier);
-            return stages + at.stage * Operands::kStageBytes;
         };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
@@ -236,11 +234,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 pipeline.wait(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                const ptx::SharedAddress operands = operands_of(state, i);
+                move_rows(state, i);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
-                    Operands::multiply(sums[w], operands, static_cast<u32>(w * kTogether + own_part), 0, i != 0);
+                    Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
+                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
@@ -257,7 +256,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
-            ptx::SharedAddress operands = stages, next_operands = stages;
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
@@ -266,13 +264,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             };
             if (blocks != 0) {
                 pipeline.wait(state);
-                next_operands = operands_of(state, 0);
+                move_rows(state, 0);
                 begin_stage(state, blocks == 1);
             }
             for (int i = 0; i < blocks; ++i) {
                 const PipelineState<STAGES> here = state;
                 state.advance();
-                operands = next_operands;
                 const float* of_stage = scales + kScaleFloats * here.stage;
                 float of_row[WAVES][2], of_tile[kHalves];
 #pragma unroll
@@ -282,9 +279,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     ptx::wgmma_fence();
                     if constexpr (kLeftInRegisters) {
                         static_assert(WAVES == 1, "one set of rows in registers");
-                        Operands::multiply_left(part, left, operands, kUnitCols * half);
+                        Operands::multiply_left(part, left, stages + here.stage * Operands::kStageBytes, kUnitCols * half);
                     } else {
-                        Operands::multiply(part, operands, static_cast<u32>(w * kTogether + own_part), kUnitCols * half, false);
+                        Operands::multiply(part, stages + here.stage * Operands::kStageBytes,
+                                           static_cast<u32>(w * kTogether + own_part), kUnitCols * half, false);
                     }
                     ptx::wgmma_commit();
                     if (unit == 0) {  // here, while the products are in flight
@@ -302,7 +300,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     }
                     if (unit == kLastUnit && i + 1 < blocks) {
                         pipeline.wait(state);
-                        next_operands = operands_of(state, i + 1);
+                        move_rows(state, i + 1);
                     }
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);

@@ -41,8 +41,9 @@ def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     first = _SKINNY_FIRST.get(int(BYTES[product.b.token]), 16) if product.b.aligned else _HALVES_FIRST
     skinny = product.m <= first or _leaves_sms_idle(product, info)
     order = ("skinny", "sm90", "unpack", "mma") if skinny else ("sm90", "skinny", "unpack", "mma")
-    order = ("cluster", *order) if _is_latency(product, info) else order
-    if product.m <= _DECODE_FIRST and BYTES[product.b.token] == 2 and product.gate is None:
+    if _is_latency(product, info):
+        order = ("cluster", *order)
+    elif product.m <= _DECODE_FIRST and BYTES[product.b.token] == 2 and product.gate is None:
         order = ("decode", *order)
     return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 

@@ -25,6 +25,7 @@ from rtkernels.ops.gemm.tile_choice import (
     ROW_SCALES,
     SHIFTED_TILES,
     SMALL,
+    TALL,
     TILES,
     Choice,
     Size,
@@ -386,7 +387,7 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     if p.quantized is not None:  # scales cover 128 columns of a tile
         tiles = [LARGE]
     if finish == GATED and m > _GATED_ROWS and _b_rows(p) * p.k * BYTES[p.b.token] > _GATED_BYTES:
-        tiles = [LARGE]
+        tiles = [tile for tile in tiles if tile == (TALL if m <= TALL.rows else LARGE)] or [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count

@@ -109,13 +109,13 @@ _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide wha
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {8: 1.66, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
-_MOVED = (100, 0.6)  # of a stage of which consumers move rows, and of each row
+_MOVED = 3.2  # of each row of a stage of which consumers move every second one
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
-_BYTES = 1750  # that memory delivers in a cycle
-_PART = (1200, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
-_LAUNCH = 500  # by which the launch of blocks that wait for each other takes longer
+_BYTES, _OF_AN_SM = 1750, 25  # that memory delivers in a cycle, at most, and to one SM
+_PART = {True: (1200, 64), False: (2000, 64)}  # for sums that a block passes to another one: latency, bytes in a cycle
+_LAUNCH = {True: 500, False: 1500}  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
 _DOUBT = 1.06  # by how much sharing must be faster
 _MAX_PARTS = 8  # blocks that share a tile
@@ -132,7 +132,7 @@ def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
     """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
     if tile.shifted:
-        products += _MOVED[0] + _MOVED[1] * (tile.rows + tile.cols)
+        products += _MOVED * (tile.rows + tile.cols)
     line = _LINE[0] + _LINE[1] * busy
     return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
 
@@ -144,7 +144,8 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     busy = min(1.0, (grid or sharing or tiles) / sms)
     step = _step(tile, size, scales, busy) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
-    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / _BYTES
+    delivered = min(_BYTES, _OF_AN_SM * sms * busy)
+    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / delivered
     if not sharing:
         each = steps * step
         rounds = -(-tiles // sms)
@@ -156,10 +157,11 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     whole, rest = divmod(tiles, grid or sharing)
     own = -(-rest * steps // sharing)  # steps of a block
     passed: float = _UNEVEN
+    small = tile.cols <= 128 and tile.consumers <= 2  # sums of two blocks are loaded at the same time
     if sharing % rest == 0:
-        passed = sharing // rest * (_PART[0] + 4 * tile.rows * tile.cols / _PART[1])
+        passed = sharing // rest * (_PART[small][0] + 4 * tile.rows * tile.cols / _PART[small][1])
     work = whole * (steps * step + epilogue) + own * step + epilogue
-    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work + passed
+    return _START + _LAUNCH[small] + max(work, memory) + _HIDDEN * work + passed
 
 
 def sharing_limit(sharing: int, tiles: int, k_bytes: int, grid: int = 0) -> int:
