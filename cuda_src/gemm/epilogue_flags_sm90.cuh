@@ -26,6 +26,8 @@ struct EpilogueFlags {
     RTK_DEVICE bool factors() const { return bits >> 18 & 1u; }  // sums are multiplied, or a bias is added
     RTK_DEVICE bool engine_scales_a() const { return bits >> 24 & 1u; }
     RTK_DEVICE bool engine_scales_b() const { return bits >> 25 & 1u; }
+    RTK_DEVICE bool shift_a() const { return bits >> 26 & 1u; }  // rows are odd multiples of 8 bytes apart
+    RTK_DEVICE bool shift_b() const { return bits >> 27 & 1u; }
     RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
 };
 

@@ -188,10 +188,12 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     const int rings = kDecodeWarps * kDecodeRing * slot_bytes;
     const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
     const int row_bytes = steps * (2 * Warp::kDepth);
-    const int pitch = (row_bytes + 127 & ~127) + 64;
+    // Of the block with the most steps: blocks of a cluster write to each other, so that all have the same layout.
+    const int room = (granules + parts - 1 >> parts_shift) * kGranule * (2 * Warp::kDepth);
+    const int pitch = (room + 127 & ~127) + 64;
     const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base + rings, pitch};
     u8* const norm_in_shared = memory + rings + m * pitch;
-    float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
+    float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? room : 0));
     float* const received = sums + along_k * pass_octets * octet_sums;
 
     int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;

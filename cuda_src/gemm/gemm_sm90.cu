@@ -18,12 +18,15 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
+// SHIFTED: rows of operands are odd multiples of 8 bytes apart (gemm/shifted_rows_sm90.cuh). Then there are no groups, and
+// `starts` and `ends` are the last rows of a and b if they have no pair.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
 #include "gemm/loop_scales_sm90.cuh"
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
+#include "gemm/shifted_rows_sm90.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
@@ -32,7 +35,7 @@ namespace rtk {
 inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
-          int SCALES, int FINISH>
+          bool SHIFTED, int SCALES, int FINISH>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
@@ -51,6 +54,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
+    static_assert(!SHIFTED || (sizeof(A) == 1 && WAVES == 1 && SCALES != kColumnScales && FINISH == kPlainFinish), "8 bits, plain");
+    using Shifted = ShiftedRows<Operands::kRows, COLS, 128 * CONSUMERS>;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
@@ -99,10 +104,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const u32 count = tiles.count();
     PipelineState<STAGES> state;
     // Computed where a role begins: earlier, it would occupy registers that the producer does not have.
+    auto loaded_depth = [&](const ProductTile& tile) {
+        return SHIFTED ? Shifted::loaded_depth(tile, static_cast<i32>(depth)) : tile.depth;
+    };
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS == 2) ptx::registers_give<40>();
+        if constexpr (CONSUMERS >= 2) ptx::registers_give<40>();
         if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
@@ -112,11 +120,15 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 const i32 group_a = kind == kMaskedGroups ? static_cast<i32>(tile.group) : 0;
                 const i32 group_b = kind == kDepthGroups ? 0 : static_cast<i32>(tile.group);
 #pragma unroll 1
-                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
+                for (i32 k = 0; k < loaded_depth(tile); k += kDepth, state.advance()) {
                     pipeline.acquire(state);
                     const ptx::SharedAddress full = pipeline.expect(state, bytes);
-                    Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
-                                    group_a, tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    if constexpr (SHIFTED) {
+                        Shifted::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row, tile.n);
+                    } else {
+                        Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row, group_a,
+                                        tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
+                    }
                     const ptx::SharedAddress to = ptx::shared_address(scales) + 4 * kScaleFloats * state.stage;
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
                     if (rows_too)
@@ -133,7 +145,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 const ProductTile tile = share.tile(tiles, kDepth);
                 copies.place(of_a, of_b, tile, thread, copies_a ? tile.rows : 0, copies_b ? (kGated ? 2 : 1) * columns : 0, apart);
 #pragma unroll 1
-                for (i32 k = 0; k < tile.depth; k += kDepth, state.advance()) {
+                for (i32 k = 0; k < loaded_depth(tile); k += kDepth, state.advance()) {
                     const u32 block = static_cast<u32>(tile.k + k) / 64;
                     pipeline.acquire(state);
                     copies.copy(ptx::shared_address(scales) + 4 * kScaleFloats * state.stage, scale_a + of_a.of_depth(block),
@@ -146,6 +158,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     }
 
     if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
+    if constexpr (CONSUMERS == 3) ptx::registers_take<152>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
     const int own_row = warp % 4 * 16 + lane / 4;  // of a part; + 8 is the other
@@ -164,12 +177,18 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     };
     if (kPingPong && consumer == 1) skip_tile();
     if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
+    Shifted shifted(flags.shift_a(), flags.shift_b());
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
         Share after = share;
         after.next();
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
+        if constexpr (SHIFTED)
+            shifted.begin(tile, starts, ends, static_cast<i32>(rows), static_cast<i32>(columns), static_cast<i32>(depth));
+        auto move_rows = [&](const PipelineState<STAGES>& at, int i) {  // of the i-th stage of the tile
+            if constexpr (SHIFTED) shifted.move(pipeline, at, stages, tile, i * kDepth, static_cast<i32>(depth), kCutBarrier);
+        };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
         u32 row_bits[WAVES][2] = {}, factor_bits[kColumnsEach], bias_bits[kColumnsEach];
@@ -215,6 +234,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 pipeline.wait(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
+                move_rows(state, i);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
@@ -244,6 +264,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             };
             if (blocks != 0) {
                 pipeline.wait(state);
+                move_rows(state, 0);
                 begin_stage(state, blocks == 1);
             }
             for (int i = 0; i < blocks; ++i) {
@@ -277,7 +298,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                                    ? of_stage[(v * kTogether + own_part) * 64 + own_row + 8 * r]
                                                    : 1.0f;
                     }
-                    if (unit == kLastUnit && i + 1 < blocks) pipeline.wait(state);
+                    if (unit == kLastUnit && i + 1 < blocks) {
+                        pipeline.wait(state);
+                        move_rows(state, i + 1);
+                    }
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
                     if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);
@@ -301,6 +325,10 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
         }
 
+        if (SHIFTED && tile.depth < loaded_depth(tile)) {
+            pipeline.release_warp(state);
+            state.advance();
+        }
         if constexpr (kSplits) {
             if (share.is_part()) {
                 using Parts = SharedSums<typename Totals<Sum, SCALES>::Type, CONSUMERS, COLS / 8>;
@@ -313,8 +341,15 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 auto has_any = [&](u32 block) { return SCALES == kColumnScales || share.has_any(block, count); };
                 for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
                     if (has_any(block)) parts.wait(block, consumer);
+                __threadfence();
+                u32 block = blockIdx.x + 1;
+                if constexpr (COLS <= 128 && CONSUMERS <= 2) {  // others have no registers for it
 #pragma unroll 1
-                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
+                    for (; share.has_part(block + 1, count) && has_any(block) && has_any(block + 1); block += 2)
+                        parts.add_two(sums[0], block, block + 1);
+                }
+#pragma unroll 1
+                for (; share.has_part(block, count); ++block)
                     if (has_any(block)) parts.add(sums[0], block);
             }
         }

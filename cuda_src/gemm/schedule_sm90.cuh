@@ -176,10 +176,10 @@ struct SharedSums {
         if (threadIdx.x % 128 == 0) atomicAdd(arrived + blockIdx.x * CONSUMERS + consumer, 1u);
     }
 
+    // Called by all threads; a __threadfence follows the last of these.
     RTK_DEVICE void wait(u32 block, int consumer) const {
         while (ptx::ld_word_acquire(arrived + block * CONSUMERS + consumer) == 0u) {
         }
-        __threadfence();
     }
 
     // Adds the sums of a block that were waited for.
@@ -190,6 +190,17 @@ struct SharedSums {
             const Four v = from[i * kThreads];
 #pragma unroll
             for (int j = 0; j < 4; ++j) own[4 * i + j] += v.of[j];
+        }
+    }
+
+    // The same of two blocks, one after the other; what they wrote is loaded at the same time.
+    RTK_DEVICE void add_two(Sum (&own)[4 * VECTORS], u32 first, u32 second) const {
+        const Four *from = place(first), *then = place(second);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const Four v = from[i * kThreads], w = then[i * kThreads];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own[4 * i + j] = own[4 * i + j] + v.of[j] + w.of[j];
         }
     }
 

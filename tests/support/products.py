@@ -32,8 +32,16 @@ def codes(token: str, *shape: int, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, device=device).to(DTYPES[token])
 
 
-def operand(token: str, rows: int, k: int, *, across: bool = False, groups: int = 0, device: str = "cpu") -> Tensor:
-    """Return [rows, k] or [groups, rows, k]; rows of its memory (of k with `across`) are multiples of 16 bytes."""
+def operand(
+    token: str, rows: int, k: int, *, across: bool = False, groups: int = 0, device: str = "cpu", halves: bool = False
+) -> Tensor:
+    """Return [rows, k] or [groups, rows, k]; rows of its memory (of k with `across`) are multiples of 16 bytes.
+
+    With `halves`, they are odd multiples of 8 bytes, and end with the tensor's memory.
+    """
+    if halves:
+        pitch = k + (8 - k) % 16
+        return codes(token, rows * pitch + k - pitch, device=device).as_strided((rows, k), (pitch, 1))
     each = 16 // DTYPES[token].itemsize
     outer, inner = (k, rows) if across else (rows, k)
     whole = codes(token, *([groups] if groups else []), outer, -(-inner // each) * each, device=device)
@@ -47,7 +55,8 @@ def matrix(tensor: Tensor, *, across: bool = False) -> Matrix:
     pitch = strides[-1] if across else strides[-2]
     group = strides[0] if tensor.dim() == 3 else 0
     aligned = pitch % each == 0 and group % each == 0 and tensor.data_ptr() % 16 == 0
-    return Matrix(TOKENS[tensor.dtype], pitch, across, aligned, group)
+    halves = not aligned and pitch * tensor.dtype.itemsize % 8 == 0 and tensor.data_ptr() % 16 == 0 and not group
+    return Matrix(TOKENS[tensor.dtype], pitch, across, aligned, group, halves)
 
 
 def scales_of(tensor: Tensor | None, rows: int, depth: int) -> Scales | None:
@@ -116,16 +125,18 @@ def dense(
     across: tuple[bool, bool] = (False, False), scale_a: tuple[int, int] | None = None,
     scale_b: tuple[int, int] | None = None, contiguous: str = "rows", sums: str = "fp32", bias: str | None = None,
     add: str | None = None, act: str | None = None, accumulate: bool = False, slack: float = 2.0**-15,
-    narrow: int = 0, gate: str | None = None, quantized: str | None = None, **options: Any,
+    narrow: int = 0, gate: str | None = None, quantized: str | None = None, halves: str = "",
+    **options: Any,
 ) -> None:  # fmt: skip
     """Multiply random matrices and compare. Scales are (rows, depth); `contiguous` says along which they are dense.
 
-    `narrow` is how many more columns the memory of the result has, which must stay unchanged.
+    `narrow` is how many more columns the memory of the result has, which must stay unchanged. `halves` names the
+    operands whose rows are odd multiples of 8 bytes apart.
     """
     b = b or a
-    left = operand(a, m, k, across=across[0], device=device)
+    left = operand(a, m, k, across=across[0], device=device, halves="a" in halves)
     b_rows = 2 * n if gate else n
-    right = operand(b, b_rows, k, across=across[1], device=device)
+    right = operand(b, b_rows, k, across=across[1], device=device, halves="b" in halves)
     tensors = {"a": left, "b": right}
 
     def scales(name: str, covers: tuple[int, int] | None, rows: int) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rtkernels.ops.gemm import (
     cluster_plan,
+    decode_plan,
     mma_plan,
     pad_plan,
     skinny_plan,
@@ -17,7 +18,9 @@ from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo
 from rtkernels.runtime.operator.plan import Steps
 
-_SKINNY_FIRST = 16  # rows up to which it is asked before the others (H200)
+_SKINNY_FIRST = {2: 16, 1: 8}  # by bytes of an element of b, rows up to which it is asked before the others (H200)
+_HALVES_FIRST = 16  # the same for rows that TMA does not read
+_DECODE_FIRST = 8  # rows up to which products of 16-bit weights are like those of decoding steps
 _LATENCY_ROWS = {2: 32, 1: 16}  # by bytes of an element: up to which products of few weights are bound by latency
 _LATENCY_BYTES = 8 << 20  # of such weights, at most
 
@@ -44,9 +47,13 @@ def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
     """Return the backends to try, by the number of rows and the size of the weights (times: docs/decisions/gemm.md)."""
     if level():
         return _INVARIANT
-    skinny = product.m <= _SKINNY_FIRST or _leaves_sms_idle(product, info)
+    first = _SKINNY_FIRST.get(int(BYTES[product.b.token]), 16) if product.b.aligned else _HALVES_FIRST
+    skinny = product.m <= first or _leaves_sms_idle(product, info)
     order = ("skinny", "sm90", "unpack", "mma") if skinny else ("sm90", "skinny", "unpack", "mma")
-    order = ("cluster", *order) if _is_latency(product, info) else order
+    if _is_latency(product, info):
+        order = ("cluster", *order)
+    elif product.m <= _DECODE_FIRST and BYTES[product.b.token] == 2 and product.gate is None:
+        order = ("decode", *order)
     return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 
 
@@ -62,14 +69,24 @@ def _pad_summary(product: Product, info: DeviceInfo) -> str:
     return pad_plan.summary(product, info, PRODUCTS)
 
 
+def _decode_unsupported(product: Product, info: DeviceInfo) -> str | None:
+    return decode_plan.unsupported(product, info.target)
+
+
+def _decode_summary(product: Product, info: DeviceInfo) -> str:
+    return decode_plan.summary(product, info.target)
+
+
+_DECODE = Backend("decode", _decode_unsupported, decode_plan.steps, (), _decode_summary)  # kernels: of `decode_linear`
 PRODUCTS: Backends[Product] = Backends(
     "product",
     (
         Backend.of("sm90", sm90_plan), Backend.of("skinny", skinny_plan), Backend.of("unpack", unpack_plan),
-        Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan),
+        Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan), _DECODE,
         Backend.of("tcgen05", tcgen05_plan),
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
-    order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "unpack"),
+    order=_order, automatic=("auto", "rtkernels"), others=("torch",),
+    not_invariant=("skinny", "cluster", "decode", "unpack"),
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip

@@ -82,18 +82,26 @@ def _faster(p: Product, info: DeviceInfo) -> tuple[str, ...]:
     if not names or p.m < _MIN_ROWS or p.groups is not None or sm90_plan.unsupported(p, info.target) is not None:
         return ()
 
-    def cycles(copied: tuple[str, ...]) -> float:
-        copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
-        return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
+    best = min(((name,) for name in names), key=lambda copied: _cycles(p, copied, info))  # both at once gained nothing
+    return best if _cycles(p, best, info) < _GAIN * _cycles(p, (), info) else ()
 
-    best = min(((name,) for name in names), key=cycles)  # both copies at once gained nothing
-    return best if cycles(best) < _GAIN * cycles(()) else ()
+
+def _cycles(p: Product, copied: Sequence[str], info: DeviceInfo) -> float:
+    """Return how long copies and the product of them take."""
+    copies = _COPY_CYCLES[0] + sum(2 * _bytes(p, name) for name in copied) / _COPY_CYCLES[1] if copied else 0.0
+    return copies + sm90_plan.estimate(_padded(p, copied), info.sm_count)
 
 
 def is_worthwhile(product: Product, info: DeviceInfo) -> bool:
     """Return True if copies of operands save more time than they take."""
     p, needed = product, _needed(product, info)
-    return sum(_bytes(p, name) for name in needed) >= _MIN_BYTES if needed else bool(_faster(p, info))
+    if not needed:
+        return bool(_faster(p, info))
+    if sum(_bytes(p, name) for name in needed) < _MIN_BYTES:
+        return False
+    if sm90_plan.unsupported(p, info.target) is None:  # it moves rows in shared memory
+        return _cycles(p, needed, info) < _cycles(p, (), info)
+    return True
 
 
 def _pitch(matrix: Matrix, cols: int) -> int:

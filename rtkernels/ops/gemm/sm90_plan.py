@@ -19,12 +19,13 @@ from rtkernels.ops.gemm.tile_choice import (
     GATED_TILES,
     LARGE,
     MAX_GROUPS,
-    NARROW,
     NO_SCALES,
     PLAIN,
     QUANTIZED,
     ROW_SCALES,
+    SHIFTED_TILES,
     SMALL,
+    TALL,
     TILES,
     Choice,
     Size,
@@ -47,11 +48,12 @@ _BYTES = ("int8", "uint8")
 _PAIRS = {(t, t) for t in FLOAT16} | {(a, b) for kinds in (FP8, _BYTES) for a in kinds for b in kinds}
 _USUAL = {("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("int8", "int8")}  # pairs that have all tiles
 _OUTPUTS = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3, "e4m3": 4, "e5m2": 5}
+_SHIFTED = {("e4m3", "e4m3"), ("int8", "int8")}  # those whose rows may be multiples of 8 bytes
 _REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and gated results
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GROUPS = {"rows": 1, "labels": 1, "masked": 2, "depth": 3}
 _BAND_ROWS = 2048  # rows of tiles that blocks walk together
-_GATED_ROWS = 128  # up to which small tiles of gated products are faster (H200)
+_GATED_ROWS, _GATED_BYTES = 128, 50 << 20  # of a and b, up to which small tiles of gated products are faster (H200)
 
 
 def _variants() -> Iterator[tuple[str | int | bool, ...]]:
@@ -66,12 +68,14 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                 if tile in BETWEEN and scales == ROW_SCALES and pair[0] not in FP8:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
+            if pair in _SHIFTED and scales in ((NO_SCALES,) if pair[0] in _BYTES else (NO_SCALES, ROW_SCALES)):
+                for tile in SHIFTED_TILES:
+                    yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
                 yield (*types, False, False, *LARGE, scales, QUANTIZED)
                 for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
                     yield (*types, False, False, *tile, scales, GATED)
         if pair[0] in FLOAT16:
-            yield (*types, False, False, *NARROW, NO_SCALES, PLAIN)
             for across in ((False, True), (True, False), (True, True)):
                 for tile in (LARGE, SMALL):
                     yield (*types, *across, *tile, NO_SCALES, PLAIN)
@@ -80,13 +84,13 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
 _BUILT = tuple(_variants())
 GEMM = Kernel(
     "gemm/gemm_sm90.cu", "gemm_sm90",
-    template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SCALES FINISH",
+    template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SHIFTED SCALES FINISH",
     args="a_map:tmap b_map:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr "
     "add:ptr out:ptr out_scale:ptr starts:ptr ends:ptr shared_sums:ptr arrived:ptr rows:i64 columns:i64 depth:i64 "
     "a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 "
     "scale_rows:i64 scale_shifts:i64 out_pitch:i64 out_group_pitch:i64 out_scale_pitch:i64 add_pitch:i64 "
     "groups:i64 flags_and_band:i64",
-    variants=list(_BUILT), max_registers=184, needs=("wgmma",),
+    variants=list(_BUILT), max_registers=240, needs=("wgmma",),
 )  # fmt: skip
 KERNELS = (GEMM,)
 
@@ -100,7 +104,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"wgmma has no product of {p.a.token} and {p.b.token}"
     if p.a.token not in FLOAT16 and (p.a.across or p.b.across):
         return f"wgmma reads {p.a.token} operands along k only"
-    if not (p.a.aligned and p.b.aligned):
+    if not (p.a.aligned and p.b.aligned) and not _is_shifted(p):
         return "TMA needs operands whose address and rows are multiples of 16 bytes"
     if p.k == 0:
         return "there is nothing to add up"
@@ -115,6 +119,18 @@ def unsupported(product: Product, target: Target) -> str | None:
     if p.act not in _ACTS or p.gate not in _ACTS:
         return f"activations are {', '.join(map(str, _ACTS))}"
     return _unsupported_scales(p) or _unsupported_groups(p) or _unsupported_finish(p)
+
+
+def _is_shifted(p: Product) -> bool:
+    """Return True if rows that begin at odd multiples of 8 bytes are moved in shared memory."""
+    halves = [x.halves for x in (p.a, p.b)]
+    # Behind the first row of a pair, 8 bytes of the second one are read.
+    whole = all(x.aligned or (x.halves and x.pitch == p.k) for x in (p.a, p.b)) and min(p.m, p.n) > 1
+    return (
+        any(halves) and whole and not level() and (p.a.token, p.b.token) in _SHIFTED and not (p.a.across or p.b.across)
+        and p.groups is None and _finish(p) == PLAIN
+        and _loop_scales(p) in ((NO_SCALES,) if p.a.token in _BYTES else (NO_SCALES, ROW_SCALES))
+    )  # fmt: skip
 
 
 def _finish(p: Product) -> int:
@@ -191,9 +207,13 @@ def _token(matrix: Matrix) -> str:
     return matrix.token if matrix.token in FLOAT16 else "byte"
 
 
-def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_rows: int) -> Boxes:
+def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_rows: int, shifted: bool = False) -> Boxes:
     """Boxes of 128 bytes: of k and all rows of the tile, or, of an operand that lies across, of 64 rows and 64 of k."""
     size = int(BYTES[matrix.token])
+    if shifted:  # pairs of rows, of which the second one begins 8 bytes early
+        shift = 8 * matrix.halves
+        sizes = (k + shift, 2, rows // 2)
+        return Boxes(name, "byte", sizes, (matrix.pitch - shift, 2 * matrix.pitch), (128, 2, tile_rows // 2))
     sizes = (rows, k, groups) if matrix.across else (k, rows, groups)
     strides = box_strides(sizes, (matrix.pitch, matrix.group_pitch), size)
     box = (64, 64, 1) if matrix.across else (128 // size, tile_rows, 1)
@@ -294,8 +314,9 @@ def _arguments(
     groups_a = count if g and g.kind == "masked" else 1
     groups_b = count if g and g.kind != "depth" else 1
     groups_out = count if g and g.kind in ("masked", "depth") else 1
-    a = _operand(names.get("a", "a"), p.a, p.m, p.k, groups_a, tile.rows)
-    b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, tile.cols // 2 if finish == GATED else tile.cols)
+    a = _operand(names.get("a", "a"), p.a, p.m, p.k, groups_a, tile.rows, tile.shifted)
+    box_rows = tile.cols // 2 if finish == GATED else tile.cols
+    b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, box_rows, tile.shifted)
     out_bytes = int(BYTES[p.out.token])
     adds = p.accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
     by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
@@ -317,6 +338,7 @@ def _arguments(
         | p.accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
         | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
+        | (tile.shifted and p.a.halves) << 26 | (tile.shifted and p.b.halves) << 27
     )  # fmt: skip
     *a_pitches, a_rows, a_shift = _scale_arguments(p.scale_a, p.k)
     *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
@@ -326,11 +348,20 @@ def _arguments(
         a, b, out, a_scales or a, b_scales or a,
         names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
         "add" if p.add else 0,
-        "out", "out_scale" if p.quantized else 0, *_cuts(g), *(("shared_sums", "arrived") if sharing else (0, 0)),
+        "out", "out_scale" if p.quantized else 0, *(_alone(p, names) if tile.shifted else _cuts(g)),
+        *(("shared_sums", "arrived") if sharing else (0, 0)),
         p.m, p.n, p.k, *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | (count or sharing) << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
     ]  # fmt: skip
+
+
+def _alone(p: Product, names: Mapping[str, str]) -> list[int | Offset]:
+    """Return the arguments that are the last rows of a and b, if they have no pair."""
+    sizes = {"a": (p.m, p.a.pitch), "b": (p.n, p.b.pitch)}
+    return [
+        Offset(names.get(name, name), (rows - 1) * pitch) if rows % 2 else 0 for name, (rows, pitch) in sizes.items()
+    ]
 
 
 def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
@@ -351,16 +382,18 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     """Return the tile of a product, and how many blocks share its k."""
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    known = (*TILES[scales], NARROW) if level() else TILES[scales]
+    known = SHIFTED_TILES if _is_shifted(p) else GATED_TILES if finish == GATED else TILES[scales]
     tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
-    if p.quantized is not None or (finish == GATED and m > _GATED_ROWS):  # scales cover 128 columns of a tile
+    if p.quantized is not None:  # scales cover 128 columns of a tile
         tiles = [LARGE]
+    if finish == GATED and m > _GATED_ROWS and _b_rows(p) * p.k * BYTES[p.b.token] > _GATED_BYTES:
+        tiles = [tile for tile in tiles if tile == (TALL if m <= TALL.rows else LARGE)] or [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
         return Choice(only or choose_grouped(m, n, scales, finish, sms, tiles))
     if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
-        tiles = [tile for tile in tiles if tile not in BETWEEN]
+        tiles = [tile for tile in tiles if tile not in BETWEEN and tile.cols != 192]
     if only is not None:
         tiles = [only]
     whole = tiles if level() else (LARGE,) if p.a.across and p.b.across else ()  # sums along k must not depend on m

@@ -17,7 +17,8 @@ class Tile(NamedTuple):
 
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
-    both operands, and every warpgroup has ``slots`` boxes for results that are being stored.
+    both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
+    operands are odd multiples of 8 bytes, every second one of which consumers move.
     """
 
     consumers: int
@@ -25,6 +26,7 @@ class Tile(NamedTuple):
     cols: int
     stages: int
     slots: int
+    shifted: bool = False
 
     @property
     def rows(self) -> int:
@@ -49,16 +51,22 @@ COLS_224 = Tile(2, 1, 224, 3, 4)
 COLS_192 = Tile(2, 1, 192, 4, 3)
 SMALL = Tile(2, 1, 128, 5, 2)
 ONE_WARPGROUP = Tile(1, 1, 128, 6, 2)
+SQUARE = Tile(3, 1, 192, 3, 3)
 PINGPONG = Tile(2, 2, 128, 5, 2)
-NARROW = Tile(1, 1, 64, 12, 2)  # with batch invariance, where blocks do not share k: twice as many of them
+NARROW = Tile(1, 1, 64, 12, 2)  # for few rows: twice as many blocks, so that fewer of them share k
+SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
+    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True),
+)  # fmt: skip
 TILES = {  # by what is in the loop
-    NO_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, PINGPONG),
-    ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP),
+    NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW, PINGPONG),
+    ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW),
     COLUMN_SCALES: (LARGE, SMALL),
 }
 # For dense results: of which others would leave many SMs without work in the last round; with a short k.
 BETWEEN = (COLS_224, COLS_192)
-GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP)  # of bf16 without scales in the loop; others are gated by the first one
+TALL = Tile(3, 1, 128, 4, 2)
+# Of bf16 without scales in the loop; others are gated by the first one.
+GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP, TALL)
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -100,13 +108,14 @@ _STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of
 _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
+_ROWS = {8: 1.66, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
+_MOVED = 3.2  # of each row of a stage of which consumers move every second one
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
-_BYTES = 1750  # that memory delivers in a cycle
-_PART = (2000, 64)  # for sums that a block passes to another one: latency, bytes in a cycle
-_LAUNCH = 1500  # by which the launch of blocks that wait for each other takes longer
+_BYTES, _OF_AN_SM = 1750, 25  # that memory delivers in a cycle, at most, and to one SM
+_PART = {True: (1200, 64), False: (2000, 64)}  # for sums that a block passes to another one: latency, bytes in a cycle
+_LAUNCH = {True: 500, False: 1500}  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
 _DOUBT = 1.06  # by how much sharing must be faster
 _MAX_PARTS = 8  # blocks that share a tile
@@ -122,6 +131,8 @@ def loads(pitch_bytes: int) -> float:
 def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
     """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
+    if tile.shifted:
+        products += _MOVED * (tile.rows + tile.cols)
     line = _LINE[0] + _LINE[1] * busy
     return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
 
@@ -133,7 +144,8 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     busy = min(1.0, (grid or sharing or tiles) / sms)
     step = _step(tile, size, scales, busy) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
-    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / _BYTES
+    delivered = min(_BYTES, _OF_AN_SM * sms * busy)
+    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / delivered
     if not sharing:
         each = steps * step
         rounds = -(-tiles // sms)
@@ -145,10 +157,11 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     whole, rest = divmod(tiles, grid or sharing)
     own = -(-rest * steps // sharing)  # steps of a block
     passed: float = _UNEVEN
+    small = tile.cols <= 128 and tile.consumers <= 2  # sums of two blocks are loaded at the same time
     if sharing % rest == 0:
-        passed = sharing // rest * (_PART[0] + 4 * tile.rows * tile.cols / _PART[1])
+        passed = sharing // rest * (_PART[small][0] + 4 * tile.rows * tile.cols / _PART[small][1])
     work = whole * (steps * step + epilogue) + own * step + epilogue
-    return _START + _LAUNCH + max(work, memory) + _HIDDEN * work + passed
+    return _START + _LAUNCH[small] + max(work, memory) + _HIDDEN * work + passed
 
 
 def sharing_limit(sharing: int, tiles: int, k_bytes: int, grid: int = 0) -> int:

