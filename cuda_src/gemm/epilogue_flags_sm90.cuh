@@ -26,6 +26,7 @@ struct EpilogueFlags {
     RTK_DEVICE bool factors() const { return bits >> 18 & 1u; }  // sums are multiplied, or a bias is added
     RTK_DEVICE bool engine_scales_a() const { return bits >> 24 & 1u; }
     RTK_DEVICE bool engine_scales_b() const { return bits >> 25 & 1u; }
+    RTK_DEVICE bool starts() const { return bits >> 26 & 1u; }  // accumulators start from an fp32 result
     RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
 };
 

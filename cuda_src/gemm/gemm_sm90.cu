@@ -18,6 +18,7 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
+// With flags.starts(), sums begin with the fp32 result so far instead of 0, and the result is stored, not added.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
@@ -200,9 +201,24 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         };
         if (SCALES == kNoScales) load_factors();
 
+        auto part_of = [&](int wave) {
+            const int first = (wave * kTogether + own_part) * 64, existing = tile.rows - first;
+            const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
+            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
+            return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
+        };
+
         typename Totals<Sum, SCALES>::Type sums[WAVES][COLS / 2];
+        constexpr bool kStarts = FINISH == kPlainFinish && !is_same<typename Totals<Sum, SCALES>::Type, i32>::value;
+        const bool starts = kStarts && flags.starts();
+        if constexpr (kStarts) {
+            if (starts) {
+#pragma unroll
+                for (int w = 0; w < WAVES; ++w) load_sums<COLS>(sums[w], place, part_of(w));
+            }
+        }
         if constexpr (SCALES == kNoScales) {
-            if (blocks == 0) {
+            if (blocks == 0 && !starts) {
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
 #pragma unroll
@@ -219,7 +235,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
                     Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0);
+                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0 || starts);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
@@ -229,10 +245,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks != 0 && speaks) pipeline.release(last);
             if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
+            if (!starts) {
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w)
+                for (int w = 0; w < WAVES; ++w)
 #pragma unroll
-                for (float& sum : sums[w]) sum = 0.0f;
+                    for (float& sum : sums[w]) sum = 0.0f;
+            }
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
@@ -335,12 +353,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         for (int w = 0; w < WAVES; ++w)
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
-        auto part_of = [&](int wave) {
-            const int first = (wave * kTogether + own_part) * 64, existing = tile.rows - first;
-            const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
-            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
-            return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
-        };
         if constexpr (FINISH == kPlainFinish) {
             finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
         } else {

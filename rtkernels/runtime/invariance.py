@@ -92,6 +92,11 @@ def leave(value: int, before: int | None) -> None:
         _changed()
 
 
+def starts_from_result() -> bool:
+    """Return True if a sum over rows that is added to a result starts from it and adds blocks of 128 rows in order."""
+    return level() >= 3
+
+
 def refuse_weight_gradient(what: str) -> None:
     """Raise an ArgumentError at level 3 for a sum over rows whose bits depend on how a batch is cut into parts."""
     if level() >= 3:
