@@ -256,12 +256,15 @@ def add_gradients(
     """Return the gradients of hidden, weight and bias; the last two are added to `starts` if these are given."""
     g = dloss.float()
     if reduction == MEAN:
-        g = g * _KERNELS.count(labels.reshape(-1).contiguous(), options[0])
+        g = g * reduction_ops.COUNT(labels.reshape(-1).contiguous(), options[0])
     if reduction != NONE:
         g = g.reshape(()).expand(labels.shape)
     chunk_rows = -(-chunk_rows // _TILE_ROWS) * _TILE_ROWS
+    by_operators = _KERNELS._replace(
+        row_gradient=partial(_row_gradient, rows_ops.FORWARD, rows_ops.BACKWARD_IN_PLACE)
+    )  # fmt: skip
     found = _backward(
-        _KERNELS, g, hidden, weight, labels, bias, *options, chunk_rows, True, *needs,
+        by_operators, g, hidden, weight, labels, bias, *options, chunk_rows, True, *needs,
         sums_of=partial(MainGrads, starts),
     )  # fmt: skip
     return [
