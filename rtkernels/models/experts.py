@@ -31,8 +31,9 @@ from rtkernels.models.probe import (
 )
 from rtkernels.models.recognize import activations
 from rtkernels.models.reuse import glu
-from rtkernels.runtime.invariance import level
+from rtkernels.runtime.invariance import OF_EXPERTS, level, refuse
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _ON_CPU = (None, "eager", "grouped_mm", "batched_mm")  # implementations of the interface that run on the CPU
@@ -152,6 +153,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, ends):
+        if start_of(weight, "experts") is not None:
+            refuse("the gradient of experts' weights with a main_grad", OF_EXPERTS)
         ctx.save_for_backward(x, weight, ends)
         return rtkernels.grouped_mm(x, weight, offs=ends, b_layout="nk")
 
