@@ -22,8 +22,8 @@ class batch_invariant(contextlib.ContextDecorator):
 
     Args:
         level: 1 for the forward pass, 2 for gradients of inputs as well (attention: of each sequence), 3 for gradients
-            of weights as well, in micro-batches of multiples of 128 rows; no gradient of a weight can promise that
-            yet, so computing one raises. 0 switches it off inside.
+            of weights as well: micro-batches, cut at multiples of 128 rows, leave the bits of one batch in the
+            ``main_grad`` (float32) of parameters that have one. 0 switches it off inside.
 
     Raises:
         ArgumentError: The level is none of these.

@@ -22,6 +22,7 @@ from rtkernels.ops.act import glu as activation
 from rtkernels.ops.norm import rms_norm
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import applied, may_overwrite, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, is_legacy_batched
 
 try:
@@ -159,7 +160,7 @@ class NormAndInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, values):
         ctx.set_materialize_grads(False)
-        ctx.options = eps, offset
+        ctx.options, ctx.start = (eps, offset), start_of(weight, "rms_norm")
         ctx.save_for_backward(x, weight)
         y = rms_norm.FORWARD.call(x, weight, eps, offset) if values else stand_in(x)
         return y, x.view_as(x)
@@ -170,9 +171,9 @@ class NormAndInput(torch.autograd.Function):
         if dy is None:
             return dx, None, None, None, None
         x, weight = ctx.saved_tensors
-        need_weight = ctx.needs_input_grad[1]
-        dx, dweight = rms_norm.BACKWARD.call(dy, x, weight, dx, *ctx.options, need_weight)
-        return dx, dweight if need_weight else None, None, None, None
+        given = dy, x, weight, dx, *ctx.options, ctx.needs_input_grad[1]
+        dx, dweight = rms_norm.gradients(ctx.start, *given)
+        return dx, dweight, None, None, None
 
 
 norm_and_input = applied(NormAndInput)

@@ -1,6 +1,6 @@
 """The gradient of a weight, added to an fp32 sum that starts the accumulators: level 3 of batch invariance.
 
-Rows are added in order, so the bits do not depend on how a batch is cut into calls, at multiples of ``BLOCK_ROWS`` rows.
+Rows are added in order, so the bits do not depend on how a batch is cut into calls at multiples of ``BLOCK_ROWS``.
 """
 
 from __future__ import annotations

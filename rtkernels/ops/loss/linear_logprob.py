@@ -101,7 +101,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 def added_gradients(ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], logits: Tensor | None) -> Any:
     """Return gradients, of which those of parameters with a main_grad are added to that (level 3)."""
-    hidden, weight, _, bias = tensors[:4]
+    hidden = tensors[0]
     found = add_gradients(ctx.starts, *tensors, *options, logits)
     dhidden, dweight, dbias = (
         start.added() if start is not None else grad if need else None

@@ -17,7 +17,7 @@ from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
-from rtkernels.runtime.operator.main_grad import start_of
+from rtkernels.runtime.operator.main_grad import Start, start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -56,6 +56,18 @@ class _RmsNorm(torch.autograd.Function):
             dh, dweight = _backward(dy, h, weight, dsum, ctx.eps, ctx.offset, weight_grad)
         dweight = in_blocks[0] if in_blocks else dweight if weight_grad else None
         return dh, dweight, dh if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def gradients(
+    start: Start | None, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of h and weight; that of weight is added to `start`, if it is given (level 3)."""
+    if need_weight and starts_from_result():
+        dweight = weight_gradient(start, weight, dy, h, eps)
+        return _backward(dy, h, weight, dsum, eps, offset, False)[0], dweight
+    dh, dweight = _backward(dy, h, weight, dsum, eps, offset, need_weight)
+    return dh, dweight if need_weight else None
 
 
 _differentiable = applied(_RmsNorm)

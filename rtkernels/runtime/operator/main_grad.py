@@ -65,8 +65,6 @@ def start_of(weight: Any, user: str) -> Start | None:
         )
     before = getattr(parameter, _USER, user)
     if before != user:
-        refuse(
-            f"a parameter of {before} and of {user} (tied weights)", "their sums alternate from micro-batch to micro-batch"
-        )
+        refuse(f"the main_grad of a weight of {before} and {user}", "their sums alternate with micro-batches")
     setattr(parameter, _USER, user)
     return Start(parameter, total)

@@ -1,4 +1,4 @@
-"""Level 3 of batch invariance: sums over rows start from ``main_grad``, so micro-batches leave the bits of one batch."""
+"""Level 3 of batch invariance: sums over rows start from ``main_grad``; micro-batches leave the bits of one batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ CALLS: dict[str, tuple[Callable[[], list[Tensor]], Call]] = {
         lambda x, ids, w: _under_autocast(x, w),
     ),
     "rms_norm": (lambda: [_numbers(64, seed=1)], lambda x, ids, w: rtk.rms_norm(x, w)),
-    "rms_norm, odd": (lambda: [_numbers(63, seed=1)], lambda x, ids, w: rtk.rms_norm(x[:, :63], w, residual=x[:, :63])[0]),
+    "rms_norm, odd": (
+        lambda: [_numbers(63, seed=1)], lambda x, ids, w: rtk.rms_norm(x[:, :63], w, residual=x[:, :63])[0]
+    ),
     "layer_norm": (
         lambda: [_numbers(64, seed=1), _numbers(64, seed=2)], lambda x, ids, w, b: rtk.layer_norm(x, w, b)
     ),
