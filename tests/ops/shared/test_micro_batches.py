@@ -54,6 +54,9 @@ CALLS: dict[str, tuple[Callable[[], list[Tensor]], Call]] = {
     "layer_norm": (
         lambda: [_numbers(64, seed=1), _numbers(64, seed=2)], lambda x, ids, w, b: rtk.layer_norm(x, w, b)
     ),
+    "router_gemm": (
+        lambda: [_numbers(16, 64, seed=1, dtype=torch.float32)], lambda x, ids, w: rtk.router_gemm(x, w)
+    ),
     "embedding": (lambda: [_numbers(50, 64, seed=1)], lambda x, ids, w: rtk.embedding(ids, w)),
     "torch's embedding": (
         lambda: [_numbers(50, 64, seed=1)], lambda x, ids, w: torch.nn.functional.embedding(ids, w, 0)
@@ -124,3 +127,73 @@ def test_main_grad_has_the_gradient(name: str, place: str) -> None:
             before = 0.1 * _numbers(*weight.shape, dtype=torch.float32, seed=20 + i).to(device)
             gradient = weight.grad.float()
             assert (total - before - gradient).abs().max() <= 2e-2 * gradient.abs().max()
+
+
+@at("sm_90")  # fp8 accumulators of mma.sync do not start from a result
+def test_fp8(place: str) -> None:
+    found = []
+    with running_on(place) as device, rtkernels.batch_invariant(3):
+        x, dy = (_numbers(ROWS, cols, seed=cols).to(device) for cols in (128, 64))
+        for rows in (ROWS, 128):
+            weight = _numbers(64, 128, seed=1).to(device).requires_grad_()
+            total = 0.1 * _numbers(64, 128, dtype=torch.float32, seed=2).to(device)
+            for first in range(0, ROWS, rows):
+                part = slice(first, first + rows)
+                rtk.fp8_linear(x[part], weight, main_grad=total).backward(dy[part])
+            found.append(total)
+        assert torch.equal(*found)
+        with pytest.raises(ArgumentError, match="batch-invariant"):
+            rtk.fp8_linear(x, weight, recipe="row", main_grad=total).sum().backward()
+
+
+@at("sm_80", "sm_90")
+def test_groups_that_are_cut_at_128_rows(place: str) -> None:
+    with running_on(place) as device, rtkernels.batch_invariant(3):
+        dy, x = (_numbers(512, cols, seed=cols).to(device) for cols in (40, 64))
+        ends = torch.tensor([300, 512], dtype=torch.int32, device=device)
+        whole = _numbers(2, 40, 64, dtype=torch.float32).to(device)
+        parts = whole.clone()
+        rtk.grouped_wgrad(dy, x, offs=ends, out=whole)
+        first = torch.cat([torch.arange(128), torch.arange(300, 428)]).to(device)
+        rest = torch.cat([torch.arange(128, 300), torch.arange(428, 512)]).to(device)
+        for rows, end in ((first, 128), (rest, 172)):
+            offs = torch.tensor([end, len(rows)], dtype=torch.int32, device=device)
+            rtk.grouped_wgrad(dy[rows], x[rows], offs=offs, out=parts)
+        assert torch.equal(whole, parts)
+
+
+@at("sm_80")
+def test_parameters_without_main_grad_have_a_gradient_of_autograd(place: str) -> None:
+    with running_on(place) as device, rtkernels.batch_invariant(3):
+        for name, (make, call) in CALLS.items():
+            weights = [w.to(device).requires_grad_() for w in make()]
+            y = call(_numbers(ROWS, 64, seed=9).to(device).requires_grad_(), _ids(ROWS, 50).to(device), *weights)
+            y.sum().backward()
+            assert all(w.grad is not None and w.grad.isfinite().all() for w in weights), name
+
+
+@at("sm_80")
+def test_what_cannot_start_from_a_sum_raises(place: str) -> None:
+    x = _numbers(4, 64)
+    with running_on(place) as device, rtkernels.batch_invariant(3):
+        x = x.to(device)
+        weight = torch.nn.Parameter(_numbers(50, 64).to(device))
+        weight.main_grad = torch.zeros(50, 64, device=device)
+        rtk.embedding(torch.zeros(4, dtype=torch.int64, device=device), weight)
+        with pytest.raises(ArgumentError, match="sums alternate"):  # tied to a head
+            torch.nn.functional.linear(x, weight)
+        other = torch.nn.Parameter(_numbers(50, 64).to(device))
+        other.main_grad = torch.zeros(50, 64, device=device, dtype=torch.bfloat16)
+        with pytest.raises(ArgumentError, match="main_grad is bfloat16"):
+            torch.nn.functional.linear(x, other)
+        for out, more in ((other.main_grad, {}), (weight.main_grad, {"bias": x[0]})):
+            with pytest.raises(ArgumentError, match="batch-invariant"):
+                rtk.scaled_mm(other.detach(), x[:, :].repeat(16, 1), out=out, accumulate=True, **more)
+
+
+def test_flags_of_trainers_are_set() -> None:
+    with rtkernels.emulate("sm_80"), rtkernels.batch_invariant(3):
+        weight = torch.nn.Parameter(_numbers(64))
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(64), False
+        rtk.rms_norm(_numbers(4, 64), weight).sum().backward()
+        assert weight.grad_added_to_main_grad and weight.main_grad.any() and not weight.grad.any()
