@@ -6,6 +6,7 @@ alone, bit by bit. Neighbouring rows are large, infinite or NaN. Functions of se
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import running_on
-from support.places import at
+from support.places import PLACES, at
 from torch import Tensor
 
 import rtkernels
@@ -106,6 +107,57 @@ def test_rows_do_not_depend_on_their_batch(name: str, place: str) -> None:
                     if pair is not None:
                         compared += 1
                         assert torch.equal(*(t.nan_to_num(nan=7.0) for t in pair)), (rows, i)
+    assert compared, "no result has rows"
+
+
+NUMBERS = {"cuda": (*range(1, 65), 127, 128, 129, 513), "sm_90": (2, 33)}  # of rows, from batches of:
+BATCHES = {"cuda": 4096, "sm_90": 66}
+EMULATED = ("rms_norm", "layer_norm", "softmax", "scaled_mm", "cross_entropy")
+
+
+def _row_dim(one: Tensor, other: Tensor) -> int | None:
+    """Return the dimension of rows, from results for different numbers of rows; None if there is none."""
+    dims = [d for d in range(one.dim()) if one.dim() == other.dim() and one.shape[d] != other.shape[d]]
+    return dims[0] if len(dims) == 1 else None
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [pytest.param(name, "cuda", marks=PLACES["cuda"]) for name in ROW_CALLS]
+    + [pytest.param(name, "sm_90", marks=PLACES["sm_90"]) for name in EMULATED],
+)
+def test_rows_of_any_number(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of rows, any place, permuted, beside rows that are huge or NaN, at any address."""
+    rows, compared = BATCHES[place], 0
+    with running_on(place) as device, rtkernels.batch_invariant(2):
+        for module in (dynamic, sys.modules[__name__]):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, Tensor):
+                    monkeypatch.setattr(module, key, value.to(device))
+        x, ids = (t.to(device) for t in dynamic._inputs(rows))
+        x[1], x[2] = 1e4 * x[1], torch.nan
+        full = _run(name, x, ids, gradient=True)
+        dims = [_row_dim(*two) for two in zip(full, _run(name, x[:1], ids[:1], gradient=True), strict=True)]
+
+        def check(found: list[Tensor], chosen: Tensor) -> None:
+            nonlocal compared
+            for result, part, dim in zip(full, found, dims, strict=True):
+                if dim is None or result.shape[dim] != rows or part.shape[dim] != len(chosen):
+                    continue
+                compared += 1
+                wanted = result.index_select(dim, chosen)
+                pair = (t.view(torch.uint8) if t.element_size() == 1 else t.nan_to_num(nan=7.0) for t in (wanted, part))
+                assert torch.equal(*pair), (len(chosen), int(chosen[0]))
+
+        for count in NUMBERS[place]:
+            first = count * 61 % (rows - count)
+            chosen = torch.arange(first, first + count, device=device)
+            check(_run(name, x[chosen], ids[chosen], gradient=True), chosen)
+        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)
+        check(_run(name, x[chosen], ids[chosen], gradient=True), chosen)
+        shifted = torch.empty(5 * x.shape[1] + 1, device=device)[1:].view(5, -1).copy_(x[:5])
+        results = [t.detach() for t in dynamic._tensors(CALLS[name](shifted, ids[:5]))]
+        check([*results, *full[len(results) :]], torch.arange(5, device=device))
     assert compared, "no result has rows"
 
 
