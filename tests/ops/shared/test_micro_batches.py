@@ -197,3 +197,31 @@ def test_flags_of_trainers_are_set() -> None:
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(64), False
         rtk.rms_norm(_numbers(4, 64), weight).sum().backward()
         assert weight.grad_added_to_main_grad and weight.main_grad.any() and not weight.grad.any()
+
+
+@at("sm_80", "sm_90")
+def test_tokens_of_experts(place: str) -> None:
+    """Experts get any number of tokens of a micro-batch."""
+    from rtkernels.models.experts import _Product, _token_blocks
+
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.rand(ROWS, 5, generator=generator).topk(2).indices
+    found = []
+    with running_on(place) as device, rtkernels.batch_invariant(3):
+        x, factors = (_numbers(ROWS, cols, seed=cols).to(device) for cols in (64, 40))
+        for rows in (ROWS, 256, 128):
+            weight = torch.nn.Parameter(_numbers(5, 40, 64, seed=1).to(device))
+            weight.main_grad = 0.1 * _numbers(5, 40, 64, dtype=torch.float32, seed=2).to(device)
+            for first in range(0, ROWS, rows):
+                part = slice(first, first + rows)
+                index = rtk.moe_index(chosen[part].to(device), 5)
+                permuted = rtk.moe_permute(x[part], index)
+                y = _Product.apply(permuted, weight, index.offsets[1:], _token_blocks(index))
+                (rtk.moe_unpermute(y, index) * factors[part]).sum().backward()
+            found.append(weight.main_grad)
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        exact = 0.1 * _numbers(5, 40, 64, dtype=torch.float32, seed=2).double()
+        for expert in range(5):
+            mine = (chosen == expert).any(-1)
+            exact[expert] += factors.cpu()[mine].double().t() @ x.cpu()[mine].double()
+        assert (found[0].cpu() - exact).abs().max() < 1e-3 * exact.abs().max()
