@@ -19,6 +19,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.models.merged import is_plain
 from rtkernels.models.recognize import autocasts
 from rtkernels.ops.act import glu as activation
+from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.norm import rms_norm
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import applied, may_overwrite, once_differentiable
@@ -103,6 +104,7 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
+        ctx.start = start_of(weight, "a linear layer")
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
@@ -110,7 +112,10 @@ class _Projection(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         flat, shape, dw = dy.reshape(-1, dy.shape[-1]), x.shape, None
-        if ctx.needs_input_grad[1]:
+        if ctx.start is not None:
+            add_product_(ctx.start.total, flat, x.reshape(-1, shape[-1]))
+            dw = ctx.start.added()
+        elif ctx.needs_input_grad[1]:
             dw = flat.t() @ x.reshape(-1, shape[-1])
         if not is_legacy_batched(dy):
             free(x)
