@@ -10,6 +10,7 @@
 #pragma once
 #include "gemm/epilogue_flags_sm90.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -238,6 +239,16 @@ RTK_DEVICE void load_sums(float (&sums)[COLS / 2], const ResultPlace& place, con
                 }
         }
     }
+}
+
+// Requests what load_sums will read of another part, for L2: a row per thread.
+template <int COLS>
+RTK_DEVICE void prefetch_sums(const ResultPlace& place, const ResultPart& part) {
+    const int row = static_cast<int>(threadIdx.x) % 128;
+    if (row >= min(part.rows, 64) || !place.flags.aligned() || place.columns % 4 != 0) return;
+    const float* const from = static_cast<const float*>(place.out) + part.group * place.group_pitch +
+                              static_cast<i64>(part.row + row) * place.pitch + part.n;
+    ptx::prefetch_l2_stream(from, 4 * static_cast<u32>(min(COLS, place.columns - part.n)));
 }
 
 template <int N>

@@ -201,12 +201,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         };
         if (SCALES == kNoScales) load_factors();
 
-        auto part_of = [&](int wave) {
-            const int first = (wave * kTogether + own_part) * 64, existing = tile.rows - first;
+        auto part_in = [&](const ProductTile& of, int wave) {
+            const int first = (wave * kTogether + own_part) * 64, existing = of.rows - first;
             const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
-            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
-            return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
+            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(of.group) : 0;
+            return ResultPart{of.row + first, of.n, existing, group_out, flags.copy_engine() && whole};
         };
+        auto part_of = [&](int wave) { return part_in(tile, wave); };
 
         typename Totals<Sum, SCALES>::Type sums[WAVES][COLS / 2];
         constexpr bool kFloatSums = !is_same<typename Totals<Sum, SCALES>::Type, i32>::value;
@@ -218,6 +219,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (starts) {
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w) load_sums<COLS>(sums[w], place, part_of(w));
+                if (after.exists()) {
+                    const ProductTile later = after.tile(tiles, kDepth);
+#pragma unroll 1
+                    for (int w = 0; w < WAVES; ++w) prefetch_sums<COLS>(place, part_in(later, w));
+                }
             }
         }
         if constexpr (SCALES == kNoScales) {
