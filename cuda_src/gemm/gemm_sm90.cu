@@ -213,7 +213,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         constexpr bool kFloatSums = !is_same<typename Totals<Sum, SCALES>::Type, i32>::value;
         // Where registers allow; rtkernels/ops/gemm/sm90_plan.py chooses a smaller tile for the others.
         constexpr bool kStartScaled = sizeof(A) == 1 && !(SCALES == kRowScales && COLS == 256);
-        constexpr bool kStarts = FINISH == kPlainFinish && kFloatSums && (SCALES == kNoScales || kStartScaled);
+        constexpr bool kStarts =
+            FINISH == kPlainFinish && kFloatSums && COLS != 224 && (SCALES == kNoScales || kStartScaled);
         const bool starts = kStarts && flags.starts();
         if constexpr (kStarts) {
             if (starts) {

@@ -358,8 +358,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     known = (*TILES[scales], NARROW) if level() else TILES[scales]
     tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
-    if p.accumulate and scales == ROW_SCALES and starts_from_result():
-        tiles = [tile for tile in tiles if tile.cols < 256]
+    if p.accumulate and starts_from_result():  # the others have no registers left
+        tiles = [tile for tile in tiles if tile.cols != 224 and (scales != ROW_SCALES or tile.cols < 256)]
     if p.quantized is not None or (finish == GATED and m > _GATED_ROWS):  # scales cover 128 columns of a tile
         tiles = [LARGE]
     if g is not None:
