@@ -233,6 +233,8 @@ class _BiasAndHalves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, expert, alternating):
+        if start_of(bias, "experts") is not None:
+            refuse("the gradient of experts' biases with a main_grad", OF_EXPERTS)
         ctx.save_for_backward(expert)
         ctx.experts, ctx.alternating = bias.shape[0], alternating
         rows = bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))
