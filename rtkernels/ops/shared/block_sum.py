@@ -40,7 +40,9 @@ def _check(total: Meta, dy: Meta, x: Meta | None, block_rows: int) -> None:
     check_same("total", tuple(total.shape), tuple(dy.shape[-1:]), "shape", of="a row of dy")
     check_same("total", total.device, dy.device, "device index", of="dy")
     if x is not None:
-        check_same("x", (x.dtype, tuple(x.shape), x.device), (dy.dtype, tuple(dy.shape), dy.device), "form", of="dy")
+        check_same("x", x.dtype, dy.dtype, "dtype", of="dy")
+        check_same("x", tuple(x.shape), tuple(dy.shape), "shape", of="dy")
+        check_same("x", x.device, dy.device, "device index", of="dy")
     if block_rows < 1:
         raise ArgumentError(f"block_rows is {block_rows}; expected 1 or more")
 
