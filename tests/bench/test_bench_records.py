@@ -33,25 +33,15 @@ WITHOUT_RECORD = {
     "gated_delta_rule_bwd 8x4096 16/32 heads of 128",
     "gated_delta_rule_fwd 1x32768 2/8 heads of 128",
     "gated_delta_rule_step 128 sequences, 16/32 heads of 128",
-    *(f"invariant_mm {m}x4096x4096" for m in (1, 8, 32, 128, 512, 2048, 8192)),
-    *(f"invariant_mm {m}x{shape}" for m in (1, 32) for shape in ("28672x4096", "4096x14336")),
-    "invariant_mm 8192x28672x4096",
-    *(f"invariant_wgrad 8192x{shape}" for shape in ("4096x4096", "28672x4096", "4096x14336")),
-    *(
-        f"invariant_decode {batch} x 1024 keys, 32/8 heads of 128, pages of 64 bfloat16"
-        for batch in (1, 8, 32, 128)
-    ),
     *(
         f"ssd_{way} {shape} groups of 128"
         for way in ("fwd", "bwd")
         for shape in ("1x8192 128 heads of 64, 8", "1x8192 128 heads of 64, 1", "8x4096 64 heads of 64, 1")
     ),
     "ssd_step 128 sequences, 128 heads of 64, 8 groups of 128",
-    "linear_divergence 8192x4096x8192x151936",
     "linear_logprob 2048x7168x129280",
     "linear_logprob 256x4096x151936",
     "linear_logprob 8192x2048x131072",
-    "linear_logprob 8192x4096x151936",
     "linear_logprob_candidates 8192x4096x151936 of 64",
     "linear_logprob_candidates 8192x4096x151936 of 8",
     "linear_logprob_frozen 8192x4096x151936",
