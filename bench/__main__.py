@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--peers", type=_families, help="comma-separated families, or none; all when left out")
     run.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
+    run.add_argument("--samples", type=int, help="of a measurement; rows of 50 ms and more need few")
     run.add_argument("--record", action="store_true", help="take the rows over into bench/results/<gpu>.json")
     run.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the others")
     run.add_argument("--missing", action="store_true", help="only rows that bench/results does not have")
@@ -126,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
     jobs = args.jobs if args.jobs is not None else 6 * args.record
     if jobs:
         warm.all_parts(warm.options(args), jobs, min(300.0, args.seconds / 2))
-    timer, bar = Timer(CudaDevice(), iterations=30 if args.quick else 100), Bar(0, "rows")
+    timer, bar = Timer(CudaDevice(), iterations=args.samples or (30 if args.quick else 100)), Bar(0, "rows")
     result = run.run(
         rows,
         run.Bench(timer, "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar),

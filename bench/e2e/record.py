@@ -1,4 +1,4 @@
-"""``python -m bench e2e record FILES...``: accept result files of ``e2e train``, ``infer`` and ``parity``.
+"""``python -m bench e2e record FILES...``: accept result files of ``e2e train``, ``infer``, ``parity``, ``post``.
 
 Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. A new result replaces
 that of the same command, model, number of layers and state of the cache. Several files of the same command are parts of
@@ -13,14 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.e2e import gates, infer
+from bench.e2e import gates, infer, post
 
 FOLDER = Path(__file__).parents[1] / "results" / "e2e"
 
 
 def name_of(result: dict[str, Any]) -> str:
     """Return the label of a result: "train dense", "infer dense, 4 layers", "train dense, cold"."""
-    more = [f"{result['layers']} layers"] if result.get("layers") else []
+    more = [result["step"]] if "step" in result else []
+    more += [f"{result['layers']} layers"] if result.get("layers") else []
     return ", ".join([f"{result['kind']} {result['model']}", *more, *(["cold"] if result.get("cold") else [])])
 
 
@@ -30,6 +31,8 @@ def _gates(result: dict[str, Any]) -> list[dict[str, Any]]:
         return infer.gates(result["arms"])
     if result["kind"] == "parity":
         return gates.parity_gates(result["arms"])
+    if result["kind"] == "post":
+        return post.gates(result["arms"], result["step"])
     starts = any("hf, s" in gate["gate"] for gate in result.get("gates", []))
     return gates.gates(result["model"], result["arms"], starts=starts, cold=bool(result.get("cold")))
 

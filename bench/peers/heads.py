@@ -37,6 +37,20 @@ def _trl(**given: Any) -> Call:
     return _call(function, **given)
 
 
+def _trl_frozen(hidden: Any, weight: Any, ids: Any, g: Any) -> Call:
+    import torch
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def both() -> tuple[Any, ...]:
+        leaf = hidden.detach().requires_grad_()
+        options = (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ())
+        logprob = ChunkedLogProbFunction.apply(leaf, weight, None, ids, *options)[0]
+        return logprob.detach(), *torch.autograd.grad(logprob, leaf, g.to(logprob.dtype))
+
+    return both
+
+
 def _liger(**given: Any) -> Call:
     """CuTe on Hopper if the CUTLASS DSL is installed, else chunks of 512 rows in torch. The entropy is bf16."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
@@ -104,5 +118,6 @@ _HEADS = {"trl": _trl, "liger": _liger, "liger_chunked": _liger_chunked, "verl":
 ADAPTERS: Table = {
     "linear_logprob": _HEADS,
     "linear_logprob_grad": _HEADS,
+    "linear_logprob_frozen": {"trl": _trl_frozen},
     "linear_divergence": {"trl": _trl_divergence, "liger": _liger_divergence},
 }

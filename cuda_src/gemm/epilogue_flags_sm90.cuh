@@ -28,6 +28,7 @@ struct EpilogueFlags {
     RTK_DEVICE bool engine_scales_b() const { return bits >> 25 & 1u; }
     RTK_DEVICE bool shift_a() const { return bits >> 26 & 1u; }  // rows are odd multiples of 8 bytes apart
     RTK_DEVICE bool shift_b() const { return bits >> 27 & 1u; }
+    RTK_DEVICE bool starts() const { return bits >> 28 & 1u; }  // accumulators start from an fp32 result
     RTK_DEVICE u32 register_act() const { return bits >> 20 & 15u; }  // of a gate, or before results are quantised
 };
 

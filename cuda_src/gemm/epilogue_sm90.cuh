@@ -10,6 +10,7 @@
 #pragma once
 #include "gemm/epilogue_flags_sm90.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -204,6 +205,50 @@ RTK_DEVICE void store_half_box(const u8* box, const ResultPlace& place, const Re
         ptx::st<16>(static_cast<u8*>(place.out) + 2 * at,
                     ptx::ld_shared_16(ptx::shared_address(box + row * 128 + ((vector ^ (row & 7)) << 4))));
     }
+}
+
+// Called by a warpgroup: fp32 accumulators of 64 rows begin with the result so far, and products are added in the order
+// of k. So a sum over k in several launches has the bits of one launch, if k is cut between its stages.
+template <int COLS>
+RTK_DEVICE void load_sums(float (&sums)[COLS / 2], const ResultPlace& place, const ResultPart& part) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane / 4;
+    const i32 n = part.n + lane % 4 * 2;
+    const float* const from = static_cast<const float*>(place.out) + part.group * place.group_pitch +
+                              static_cast<i64>(part.row + row) * place.pitch + n;
+    const bool pairs = place.flags.aligned() && place.columns % 2 == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const bool exists = row + 8 * r < part.rows;
+        const float* const of_row = from + 8 * r * place.pitch;
+        if (pairs) {
+#pragma unroll
+            for (int j = 0; j < COLS / 8; ++j) {
+                float* const two = sums + 4 * j + 2 * r;
+                two[0] = two[1] = 0.0f;
+                ptx::ld_pair_if(exists && n + 8 * j < place.columns, two[0], two[1], of_row + 8 * j);
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < COLS / 8; ++j)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float& one = sums[4 * j + 2 * r + c];
+                    one = 0.0f;
+                    ptx::ld_float_if(exists && n + 8 * j + c < place.columns, one, of_row + 8 * j + c);
+                }
+        }
+    }
+}
+
+// Requests what load_sums will read of another part, for L2: a row per thread.
+template <int COLS>
+RTK_DEVICE void prefetch_sums(const ResultPlace& place, const ResultPart& part) {
+    const int row = static_cast<int>(threadIdx.x) % 128;
+    if (row >= min(part.rows, 64) || !place.flags.aligned() || place.columns % 4 != 0) return;
+    const float* const from = static_cast<const float*>(place.out) + part.group * place.group_pitch +
+                              static_cast<i64>(part.row + row) * place.pitch + part.n;
+    ptx::prefetch_l2_stream(from, 4 * static_cast<u32>(min(COLS, place.columns - part.n)));
 }
 
 template <int N>

@@ -180,6 +180,22 @@ __global__ void __launch_bounds__(kTile == 1 ? 256 : 128, kTile == 1 ? 1 : 2)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) total[i][j][e] = 0.0f;
         }
+    // Accumulators start from the fp32 result so far, so that a sum over k in several launches has the bits of one.
+    if constexpr (!Shape::kPromotes && Shape::kBitsA == 16 && Shape::kBitsB == 16 && is_same<Sums, FloatSums>::value) {
+        if (option(13) != 0) {
+            const float* const from = static_cast<const float*>(args.out) + group * args.out_group;
+#pragma unroll
+            for (int i = 0; i < 2 * kBlocksM; ++i) {
+                const int row = warp_m + 8 * i + g;
+#pragma unroll
+                for (int j = 0; j < 2 * kBlocksN; ++j) {
+                    const i64 column = n0 + warp_n + j / 2 * 8 + 2 * t + j % 2;
+                    ptx::ld_float_if(row < tile.rows && column < args.n, sums[i / 2][j / 2].v[i % 2 * 2 + j % 2],
+                                     from + (tile.row + row) * args.out_pitch + column);
+                }
+            }
+        }
+    }
 
     // Adds the accumulators, times the scales of their stretch of k, to the fp32 sums.
     auto promote = [&](const float* scales_now) {

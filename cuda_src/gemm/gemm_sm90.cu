@@ -20,6 +20,7 @@
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
 // SHIFTED: rows of operands are odd multiples of 8 bytes apart (gemm/shifted_rows_sm90.cuh). Then there are no groups, and
 // `starts` and `ends` are the last rows of a and b if they have no pair.
+// With flags.starts(), sums begin with the fp32 result so far instead of 0, and the result is stored, not added.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
 #include "common/pipeline.cuh"
@@ -219,9 +220,34 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         };
         if (SCALES == kNoScales) load_factors();
 
+        auto part_in = [&](const ProductTile& of, int wave) {
+            const int first = (wave * kTogether + own_part) * 64, existing = of.rows - first;
+            const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
+            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(of.group) : 0;
+            return ResultPart{of.row + first, of.n, existing, group_out, flags.copy_engine() && whole};
+        };
+        auto part_of = [&](int wave) { return part_in(tile, wave); };
+
         typename Totals<Sum, SCALES>::Type sums[WAVES][COLS / 2];
+        constexpr bool kFloatSums = !is_same<typename Totals<Sum, SCALES>::Type, i32>::value;
+        // Where registers allow; rtkernels/ops/gemm/sm90_plan.py chooses a smaller tile for the others.
+        constexpr bool kStartScaled = sizeof(A) == 1 && !(SCALES == kRowScales && COLS == 256);
+        constexpr bool kStarts =
+            FINISH == kPlainFinish && kFloatSums && COLS != 224 && (SCALES == kNoScales || kStartScaled);
+        const bool starts = kStarts && flags.starts();
+        if constexpr (kStarts) {
+            if (starts) {
+#pragma unroll
+                for (int w = 0; w < WAVES; ++w) load_sums<COLS>(sums[w], place, part_of(w));
+                if (after.exists()) {
+                    const ProductTile later = after.tile(tiles, kDepth);
+#pragma unroll 1
+                    for (int w = 0; w < WAVES; ++w) prefetch_sums<COLS>(place, part_in(later, w));
+                }
+            }
+        }
         if constexpr (SCALES == kNoScales) {
-            if (blocks == 0) {
+            if (blocks == 0 && !starts) {
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
 #pragma unroll
@@ -239,7 +265,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
                     Operands::multiply(sums[w], stages + state.stage * Operands::kStageBytes,
-                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0);
+                                       static_cast<u32>(w * kTogether + own_part), 0, i != 0 || starts);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<1>();
                 if (i != 0 && speaks) pipeline.release(last);
@@ -249,10 +275,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks != 0 && speaks) pipeline.release(last);
             if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
+            if (!starts) {
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w)
+                for (int w = 0; w < WAVES; ++w)
 #pragma unroll
-                for (float& sum : sums[w]) sum = 0.0f;
+                    for (float& sum : sums[w]) sum = 0.0f;
+            }
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
@@ -370,12 +398,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         for (int w = 0; w < WAVES; ++w)
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
-        auto part_of = [&](int wave) {
-            const int first = (wave * kTogether + own_part) * 64, existing = tile.rows - first;
-            const bool whole = existing >= 64 || kind == kNoGroups || kind == kDepthGroups;
-            const i32 group_out = kind == kMaskedGroups || kind == kDepthGroups ? static_cast<i32>(tile.group) : 0;
-            return ResultPart{tile.row + first, tile.n, existing, group_out, flags.copy_engine() && whole};
-        };
         if constexpr (FINISH == kPlainFinish) {
             finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
         } else {

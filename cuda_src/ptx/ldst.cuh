@@ -93,6 +93,20 @@ RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
     }
 }
 
+// Two floats at an address that is a multiple of 8, if `wanted`; otherwise they keep their values. No branch.
+RTK_DEVICE void ld_pair_if(bool wanted, float& x, float& y, const float* p) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %3, 0;\n@wanted ld.global.v2.f32 {%0,%1}, [%2];\n}\n"
+                 : "+f"(x), "+f"(y)
+                 : "l"(p), "r"(static_cast<u32>(wanted)));
+}
+
+// One float, as ld_pair_if.
+RTK_DEVICE void ld_float_if(bool wanted, float& x, const float* p) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %2, 0;\n@wanted ld.global.f32 %0, [%1];\n}\n"
+                 : "+f"(x)
+                 : "l"(p), "r"(static_cast<u32>(wanted)));
+}
+
 // Read-only data used once, by a kernel that also writes. L2 evicts these lines last, odd as that seems: the kernel is
 // up to 8 % faster, presumably because lines that it wrote are evicted instead (docs/decisions/common.md).
 template <int B>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from rtkernels.aten import invariant_products
+from rtkernels.aten import invariant_linear, invariant_products
 from rtkernels.runtime import env, invariance
 
 
@@ -22,8 +22,8 @@ class batch_invariant(contextlib.ContextDecorator):
 
     Args:
         level: 1 for the forward pass, 2 for gradients of inputs as well (attention: of each sequence), 3 for gradients
-            of weights as well, in micro-batches of multiples of 128 rows; no gradient of a weight can promise that
-            yet, so computing one raises. 0 switches it off inside.
+            of weights as well: micro-batches, cut at multiples of 128 rows, leave the bits of one batch in the
+            ``main_grad`` (float32) of parameters that have one. 0 switches it off inside.
 
     Raises:
         ArgumentError: The level is none of these.
@@ -34,13 +34,19 @@ class batch_invariant(contextlib.ContextDecorator):
         self._before: list[int | None] = []
 
     def __enter__(self) -> batch_invariant:
-        if self._level:
-            invariant_products.install()
+        _install(self._level)
         self._before.append(invariance.enter(self._level))
         return self
 
     def __exit__(self, *exc: object) -> None:
         invariance.leave(self._level, self._before.pop())
+
+
+def _install(level: int) -> None:
+    if level:
+        invariant_products.install()
+    if level >= 3:
+        invariant_linear.install()
 
 
 def set_batch_invariant(level: int) -> None:
@@ -51,8 +57,7 @@ def set_batch_invariant(level: int) -> None:
     Args:
         level: As for ``batch_invariant``.
     """
-    if invariance.check_level(level):
-        invariant_products.install()
+    _install(invariance.check_level(level))
     invariance.set_default(level)
 
 

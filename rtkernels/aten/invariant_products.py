@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rtkernels import emulator
 from rtkernels.errors import UnsupportedDeviceError
-from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient, state
+from rtkernels.runtime.invariance import level, refuse, state
 from rtkernels.runtime.torch_private import below_versions
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -59,18 +59,11 @@ def _in_blocks(native: Native, a: Tensor, b: Tensor, *more: Any) -> Tensor:
     return torch.cat(parts)
 
 
-def _refuse_weight(a: Tensor) -> None:
-    if a.stride(1) != 1 and min(a.shape) > 1:  # autograd multiplies dy.t() by x
-        refuse_weight_gradient("torch.mm of a transposed matrix, as in gradients of weights,")
-
-
 def _mm(native: Native, a: Tensor, b: Tensor) -> Tensor:
-    _refuse_weight(a)
     return _product(a, b) if _ours(a, b) else _in_blocks(native, a, b)
 
 
 def _mm_dtype(native: Native, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    _refuse_weight(a)
     return _product(a, b, dtype=out_dtype) if _ours(a, b) else _in_blocks(native, a, b, out_dtype)
 
 
@@ -217,7 +210,6 @@ def _multiplied_into(out: Tensor, name: str, args: tuple[Any, ...], kwargs: dict
     a, b = args[1:3] if name == "addmm.dtype_out" else args[:2]
     if not (adds or name in ("mm.out", "mm.dtype_out")) or not _ours(a, b):
         return False
-    _refuse_weight(a)
     if out.shape != (a.shape[0], b.shape[1]) or out.stride(1) != 1 or out.data_ptr() & 15:
         return False
     with below_versions():

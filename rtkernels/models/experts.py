@@ -31,8 +31,10 @@ from rtkernels.models.probe import (
 )
 from rtkernels.models.recognize import activations
 from rtkernels.models.reuse import glu
-from rtkernels.runtime.invariance import level
+from rtkernels.ops.gemm.weight_gradient import TokenBlocks
+from rtkernels.runtime.invariance import OF_EXPERTS, level, refuse, starts_from_result
 from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _ON_CPU = (None, "eager", "grouped_mm", "batched_mm")  # implementations of the interface that run on the CPU
@@ -151,7 +153,10 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, ends):
+    def forward(ctx, x, weight, ends, tokens=None):
+        ctx.start, ctx.tokens = start_of(weight, "experts"), tokens
+        if ctx.start is not None and tokens is None:
+            refuse("the gradient of experts' weights with a main_grad", OF_EXPERTS)
         ctx.save_for_backward(x, weight, ends)
         return rtkernels.grouped_mm(x, weight, offs=ends, b_layout="nk")
 
@@ -160,8 +165,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, ends = ctx.saved_tensors
         dx = rtkernels.grouped_mm(dy, weight, offs=ends, b_layout="kn") if ctx.needs_input_grad[0] else None
-        dw = rtkernels.grouped_wgrad(dy, x, offs=ends, out_dtype=weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
+        dw = None
+        if ctx.start is not None:
+            ctx.tokens().add_products_(ctx.start.total, dy, x)
+            dw = ctx.start.added()
+        elif ctx.needs_input_grad[1]:
+            dw = rtkernels.grouped_wgrad(dy, x, offs=ends, out_dtype=weight.dtype)
+        return dx, dw, None, None
 
 
 @cache
@@ -186,12 +196,26 @@ def _of_every_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _token_blocks(index: rtkernels.MoeIndex) -> Callable[[], TokenBlocks]:
+    """Return what computes, once, where rows of experts lie in sums of level 3."""
+    tokens, choices = index.rows.shape
+
+    @cache
+    def blocks() -> TokenBlocks:
+        slots = index.slots.long()
+        return TokenBlocks(torch.where(slots < 0, slots, slots // choices), index.offsets[1:], tokens)
+
+    return blocks
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, tokens: Any = None) -> Tensor:
     """Return the products of groups of rows with the weights ``[experts, out, in]`` of their experts."""
+    if (transposed or x.dtype == torch.float32) and start_of(weight, "experts") is not None:
+        refuse("the gradient of these experts' weights with a main_grad", OF_EXPERTS)
     if x.dtype == torch.float32 and x.is_cuda and torch.cuda.is_current_stream_capturing():
         return _of_every_expert(x, weight if transposed else weight.transpose(-2, -1), ends)
     if level() and x.dtype != torch.float32:  # torch's kernels choose by the number of rows
-        return _Product.apply(x, weight.transpose(-2, -1) if transposed else weight, ends)
+        return _Product.apply(x, weight.transpose(-2, -1) if transposed else weight, ends, tokens)
     dense = x.shape[-1] % 8 == 0 and weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0 and weight.is_contiguous()
     if transposed or x.dtype == torch.float32 or (dense and _torch_is_faster(x.get_device())):
         return nn.functional.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
@@ -209,6 +233,8 @@ class _BiasAndHalves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, expert, alternating):
+        if start_of(bias, "experts") is not None:
+            refuse("the gradient of experts' biases with a main_grad", OF_EXPERTS)
         ctx.save_for_backward(expert)
         ctx.experts, ctx.alternating = bias.shape[0], alternating
         rows = bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))
@@ -249,20 +275,20 @@ def _experts(
         if hidden_states.dtype != self.gate_up_proj.dtype or hidden_states.dim() != 2 or has_watched_child(self):
             return own(self, hidden_states, top_k_index, top_k_weights)
         index = rtkernels.moe_index(top_k_index, self.num_experts)
-        ends = index.offsets[1:]
+        ends, tokens = index.offsets[1:], _token_blocks(index) if starts_from_result() else None
         if bias:
             expert = _expert_of_row(index)
-            both = _grouped(rtkernels.moe_permute(hidden_states, index), self.gate_up_proj, ends, transposed)
+            both = _grouped(rtkernels.moe_permute(hidden_states, index), self.gate_up_proj, ends, transposed, tokens)
             both = _BiasAndHalves.apply(both, self.gate_up_proj_bias, expert, not concatenated)
-            y = _grouped(glu(both, act=act), self.down_proj, ends, transposed)
+            y = _grouped(glu(both, act=act), self.down_proj, ends, transposed, tokens)
             y = _BiasAndHalves.apply(y, self.down_proj_bias, expert, False)
             return rtkernels.moe_unpermute(y, index, probs=top_k_weights, dense_probs=False)
         permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
-        both = _grouped(permuted.y, self.gate_up_proj, ends, transposed)
+        both = _grouped(permuted.y, self.gate_up_proj, ends, transposed, tokens)
         gate, up = (both, None) if concatenated else (both[..., ::2], both[..., 1::2])
         # Scaling rows by their routing weight commutes with the second product.
         inner = glu(gate, up, act=act, weight=permuted.probs)
-        return rtkernels.moe_unpermute(_grouped(inner, self.down_proj, ends, transposed), index)
+        return rtkernels.moe_unpermute(_grouped(inner, self.down_proj, ends, transposed, tokens), index)
 
     return forward
 

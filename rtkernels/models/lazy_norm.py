@@ -22,6 +22,7 @@ from rtkernels.models.lazy import Lazy, is_good, place_in_graph
 from rtkernels.models.reuse import stand_in
 from rtkernels.ops.norm import norm_fp8, rms_norm
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 
 _plain, _of_sum = norm_fp8.FORWARD.at_site(), norm_fp8.FORWARD.at_site()
 
@@ -56,7 +57,7 @@ class _CodesOfSum(torch.autograd.Function):
         *codes, _, total = _quantized(_of_sum, x, weight, residual, eps, offset)
         written += codes
         ctx.save_for_backward(total, weight)
-        ctx.options = eps, offset
+        ctx.options, ctx.start = (eps, offset), start_of(weight, "rms_norm")
         return stand_in(x), total
 
     @staticmethod
@@ -65,8 +66,7 @@ class _CodesOfSum(torch.autograd.Function):
         dh, dweight, (need_x, need_residual, need_weight, *_) = dsum, None, ctx.needs_input_grad
         if dy is not None:
             total, weight = ctx.saved_tensors
-            dh, dweight = rms_norm.BACKWARD.call(dy, total, weight, dsum, *ctx.options, need_weight)
-        dweight = dweight if need_weight and dy is not None else None
+            dh, dweight = rms_norm.gradients(ctx.start, dy, total, weight, dsum, *ctx.options, need_weight)
         return dh if need_x else None, dh if need_residual else None, dweight, None, None, None
 
 

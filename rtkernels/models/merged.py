@@ -14,10 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+import rtkernels
 from rtkernels.models.recognize import autocasts
 from rtkernels.models.rotations import apply_rope
+from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.rope import angles, qk_norm_rope
+from rtkernels.ops.shared.block_sum import BLOCK_ROWS, add_rows_, weight_gradient
+from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
 
 
@@ -100,7 +105,7 @@ class _Product(torch.autograd.Function):
             for i, part in enumerate(y.split(rows, -1)):
                 _multiply(flat, weights[i], biases[i] if biases else None, part)
         ctx.save_for_backward(x, *weights)
-        ctx.rows = rows
+        ctx.rows, ctx.starts = rows, [start_of(parameter, "a linear layer") for parameter in parameters]
         return out
 
     @staticmethod
@@ -118,6 +123,8 @@ class _Product(torch.autograd.Function):
                 for part, w in zip(parts[1:], weights[1:], strict=True):
                     dx.addmm_(part, w)
             dx = dx.view(x.shape)
+        if any(ctx.starts):
+            return dx, None, *_added(ctx, parts, flat, need)
         if all(need[:count]):
             grads = list((dy.t() @ flat).split(rows))
         else:
@@ -126,6 +133,22 @@ class _Product(torch.autograd.Function):
             sums = dy.sum(0, dtype=torch.float32).to(dy.dtype).split(rows)
             grads += [s if n else None for s, n in zip(sums, need[count:], strict=True)]
         return dx, None, *grads
+
+
+def _added(ctx: Any, parts: Sequence[Tensor], x: Tensor, need: Sequence[bool]) -> list[Tensor | None]:
+    """Return gradients of weights and biases; those that have a main_grad are added to it (level 3)."""
+    grads: list[Tensor | None] = []
+    for i, (start, wanted) in enumerate(zip(ctx.starts, need, strict=True)):
+        part, is_bias = parts[i % len(parts)], i >= len(parts)
+        if not wanted:
+            grads.append(None)
+            continue
+        if start is None:
+            grads.append(part.sum(0, dtype=torch.float32).to(part.dtype) if is_bias else part.t() @ x)
+            continue
+        add_rows_(start.total, part) if is_bias else add_product_(start.total, part, x)
+        grads.append(start.added())
+    return grads
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -150,11 +173,12 @@ def has_watched_child(module: nn.Module, called: Sequence[str] = ()) -> bool:
 
 
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Return True if a layer computes only its product: no subclass, hook, adapter or main_grad."""
+    """Return True if a layer computes only its product: no subclass, hook, adapter or, below level 3, main_grad."""
     if type(linear) is not kind or is_watched(linear):
         return False
     weight = getattr(linear, "weight", None)
-    return type(weight) in TENSOR_TYPES and not hasattr(weight, "main_grad")
+    adds = kind is nn.Linear and starts_from_result()
+    return type(weight) in TENSOR_TYPES and (adds or not hasattr(weight, "main_grad"))
 
 
 _product = applied(_Product)
@@ -211,6 +235,7 @@ class NormedHeads(torch.autograd.Function):
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         pairs = angles.ADJACENT if interleaved else angles.HALVES
         ctx.options = *heads, False, "bshd", rotary or 0, pairs, False, eps, offset
+        ctx.starts = start_of(q_weight, "qk_norm_rope"), start_of(k_weight, "qk_norm_rope")
         q, k, _ = qk_norm_rope.FORWARD.call(qkv, q_weight, k_weight, *ctx.options, cos, sin, *_NO_POSITIONS)
         return q, k, _heads(qkv.detach(), heads)[2]
 
@@ -219,11 +244,32 @@ class NormedHeads(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         need_qkv, need_q, need_k = ctx.needs_input_grad[:3]
-        dqkv, dweights = qk_norm_rope.BACKWARD.call(
+        if (need_q or need_k) and starts_from_result():
+            dweights = _norm_gradients(ctx, dq, dk, qkv, (q_weight, k_weight), cos, sin)
+            need_q = need_k = False
+        else:
+            dweights = None, None
+        dqkv, found = qk_norm_rope.BACKWARD.call(
             dq, dk, dv, qkv, q_weight, k_weight, *ctx.options, need_q or need_k, cos, sin, *_NO_POSITIONS
         )
-        dq_weight, dk_weight = (dweights[i] if need else None for i, need in enumerate((need_q, need_k)))
+        dq_weight, dk_weight = (found[i] if need else dweights[i] for i, need in enumerate((need_q, need_k)))
         return dqkv if need_qkv else None, dq_weight, dk_weight, *(None,) * 7
+
+
+def _norm_gradients(
+    ctx: Any, dq: Tensor, dk: Tensor, qkv: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of the norms of q and k, in blocks of 128 tokens; added to main_grad if there is one."""
+    q_heads, kv_heads, _, layout, rotary, pairs, _, eps, _ = ctx.options
+    interleaved = pairs == angles.ADJACENT
+    options = {"layout": layout, "rotary": rotary or None, "interleaved": interleaved, "inverse": True}
+    unrotated = rtkernels.rope(dq.contiguous(), cos, sin, k=dk.contiguous(), **options)
+    before = _heads(qkv, (q_heads, kv_heads))[:2]
+    each = zip(ctx.starts, weights, unrotated, before, ctx.needs_input_grad[1:3], strict=True)
+    return [
+        weight_gradient(start, weight, d, h.contiguous(), eps, block_rows=BLOCK_ROWS * h.shape[2]) if need else None
+        for start, weight, d, h, need in each
+    ]
 
 
 rotated_heads, normed_heads = applied(RotatedHeads), applied(NormedHeads)

@@ -19,9 +19,11 @@ from rtkernels.errors import ArgumentError
 from rtkernels.models.merged import is_plain
 from rtkernels.models.recognize import autocasts
 from rtkernels.ops.act import glu as activation
+from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.norm import rms_norm
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.autograd import applied, may_overwrite, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, is_legacy_batched
 
 try:
@@ -102,6 +104,7 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
+        ctx.start = start_of(weight, "a linear layer")
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
@@ -109,7 +112,10 @@ class _Projection(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         flat, shape, dw = dy.reshape(-1, dy.shape[-1]), x.shape, None
-        if ctx.needs_input_grad[1]:
+        if ctx.start is not None:
+            add_product_(ctx.start.total, flat, x.reshape(-1, shape[-1]))
+            dw = ctx.start.added()
+        elif ctx.needs_input_grad[1]:
             dw = flat.t() @ x.reshape(-1, shape[-1])
         if not is_legacy_batched(dy):
             free(x)
@@ -159,7 +165,7 @@ class NormAndInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, values):
         ctx.set_materialize_grads(False)
-        ctx.options = eps, offset
+        ctx.options, ctx.start = (eps, offset), start_of(weight, "rms_norm")
         ctx.save_for_backward(x, weight)
         y = rms_norm.FORWARD.call(x, weight, eps, offset) if values else stand_in(x)
         return y, x.view_as(x)
@@ -170,9 +176,9 @@ class NormAndInput(torch.autograd.Function):
         if dy is None:
             return dx, None, None, None, None
         x, weight = ctx.saved_tensors
-        need_weight = ctx.needs_input_grad[1]
-        dx, dweight = rms_norm.BACKWARD.call(dy, x, weight, dx, *ctx.options, need_weight)
-        return dx, dweight if need_weight else None, None, None, None
+        given = dy, x, weight, dx, *ctx.options, ctx.needs_input_grad[1]
+        dx, dweight = rms_norm.gradients(ctx.start, *given)
+        return dx, dweight, None, None, None
 
 
 norm_and_input = applied(NormAndInput)

@@ -29,6 +29,7 @@ from rtkernels.ops.gemm.fp8_operands import (
 from rtkernels.ops.moe import moe_permute_fp8
 from rtkernels.ops.moe.moe_permute import UNPERMUTE
 from rtkernels.ops.quant import quantize_fp8
+from rtkernels.runtime.invariance import OF_EXPERTS, refuse, starts_from_result
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -91,6 +92,8 @@ def _weight_gradient(
     site: Any, left: Codes, right: Codes, ends: Tensor, dtype: torch.dtype, main_grad: Tensor | None
 ) -> Tensor | None:
     """Return ``left[:, rows of g] @ right[:, rows of g]^T`` for every group g, or add it to main_grad."""
+    if main_grad is not None and starts_from_result():
+        refuse("the gradient of experts' weights with a main_grad", OF_EXPERTS)
     out = main_grad
     if out is None:
         out = left.q.new_empty((ends.shape[0], left.q.shape[0], right.q.shape[0]), dtype=dtype)

@@ -18,9 +18,16 @@ def test_gates_are_relative_to_trl() -> None:
     assert post.gates({"ours": arms["ours"]}) == []
 
 
+def test_losses_are_compared() -> None:
+    arms = {arm: {"step_ms": 1.0, "peak_mib": None, "losses": [loss]} for arm, loss in (("trl", -0.5), ("ours", -0.51))}
+    gate = post.gates(arms, "grpo")[-1]
+    assert gate["limit"] == post.LOSSES["grpo"] and gate["value"] == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("step", post.STEPS)
 def test_arms_have_the_same_losses(step: str) -> None:
     pytest.importorskip("trl", minversion="1.15")
     args = post.parser().parse_args(["--tiny", "--step", step, "--steps", "1", "--warmup", "1"])
     theirs, ours = (post.run_arm(arm, args)["losses"] for arm in ("trl", "ours"))
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4, abs=1e-6)
+    assert abs(theirs[0]) > 1e-3  # a loss of 0 would say nothing

@@ -6,6 +6,7 @@ alone, bit by bit. Neighbouring rows are large, infinite or NaN. Functions of se
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import running_on
-from support.places import at
+from support.places import PLACES, at
 from torch import Tensor
 
 import rtkernels
@@ -109,6 +110,57 @@ def test_rows_do_not_depend_on_their_batch(name: str, place: str) -> None:
     assert compared, "no result has rows"
 
 
+NUMBERS = {"cuda": (*range(1, 65), 127, 128, 129, 513), "sm_90": (2, 33)}  # of rows, from batches of:
+BATCHES = {"cuda": 4096, "sm_90": 66}
+EMULATED = ("rms_norm", "layer_norm", "softmax", "scaled_mm", "cross_entropy")
+
+
+def _row_dim(one: Tensor, other: Tensor) -> int | None:
+    """Return the dimension of rows, from results for different numbers of rows; None if there is none."""
+    dims = [d for d in range(one.dim()) if one.dim() == other.dim() and one.shape[d] != other.shape[d]]
+    return dims[0] if len(dims) == 1 else None
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [pytest.param(name, "cuda", marks=PLACES["cuda"]) for name in ROW_CALLS]
+    + [pytest.param(name, "sm_90", marks=PLACES["sm_90"]) for name in EMULATED],
+)
+def test_rows_of_any_number(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of rows, any place, permuted, beside rows that are huge or NaN, at any address."""
+    rows, compared = BATCHES[place], 0
+    with running_on(place) as device, rtkernels.batch_invariant(2):
+        for module in (dynamic, sys.modules[__name__]):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, Tensor):
+                    monkeypatch.setattr(module, key, value.to(device))
+        x, ids = (t.to(device) for t in dynamic._inputs(rows))
+        x[1], x[2] = 1e4 * x[1], torch.nan
+        full = _run(name, x, ids, gradient=True)
+        dims = [_row_dim(*two) for two in zip(full, _run(name, x[:1], ids[:1], gradient=True), strict=True)]
+
+        def check(found: list[Tensor], chosen: Tensor) -> None:
+            nonlocal compared
+            for result, part, dim in zip(full, found, dims, strict=True):
+                if dim is None or result.shape[dim] != rows or part.shape[dim] != len(chosen):
+                    continue
+                compared += 1
+                wanted = result.index_select(dim, chosen)
+                pair = (t.view(torch.uint8) if t.element_size() == 1 else t.nan_to_num(nan=7.0) for t in (wanted, part))
+                assert torch.equal(*pair), (len(chosen), int(chosen[0]))
+
+        for count in NUMBERS[place]:
+            first = count * 61 % (rows - count)
+            chosen = torch.arange(first, first + count, device=device)
+            check(_run(name, x[chosen], ids[chosen], gradient=True), chosen)
+        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)
+        check(_run(name, x[chosen], ids[chosen], gradient=True), chosen)
+        shifted = torch.empty(5 * x.shape[1] + 1, device=device)[1:].view(5, -1).copy_(x[:5])
+        results = [t.detach() for t in dynamic._tensors(CALLS[name](shifted, ids[:5]))]
+        check([*results, *full[len(results) :]], torch.arange(5, device=device))
+    assert compared, "no result has rows"
+
+
 @at("sm_80", "sm_90")
 @pytest.mark.parametrize("name", sorted(name for name, promise in PROMISES.items() if promise.kind == REFUSED))
 def test_what_cannot_be_invariant_raises(name: str, place: str) -> None:
@@ -139,27 +191,34 @@ def test_options_that_cannot_be_invariant_raise(name: str, place: str) -> None:
         REFUSALS[name](x)
 
 
+# Sums over rows that cannot start from a sum so far.
 WEIGHT_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "rms_norm": lambda x, w: rtk.rms_norm(x, w),
-    "layer_norm": lambda x, w: rtk.layer_norm(x, w),
-    "embedding": lambda x, w: rtk.embedding(torch.arange(4), w.expand(8, -1)),
-    "linear": lambda x, w: torch.nn.functional.linear(x.bfloat16(), w.expand(8, -1).bfloat16()),
+    "group_rms_norm_gate": lambda x, w: rtk.group_rms_norm_gate(x, x.detach(), w, groups=4),
+    "causal_conv1d": lambda x, w: rtk.causal_conv1d(x[None], w[:, None].expand(-1, 4)),
+    "experts": lambda x, w: _expert(x, w),
 }
+
+
+def _expert(x: Tensor, weight: Tensor) -> Tensor:
+    from rtkernels.models.experts import _Product
+
+    stack = torch.nn.Parameter(weight.detach().expand(2, 8, -1).bfloat16().contiguous())
+    stack.main_grad = torch.zeros(stack.shape)
+    return _Product.apply(x.bfloat16(), stack, torch.tensor([2, 4], dtype=torch.int32))
 
 
 @at("sm_80")
 @pytest.mark.parametrize("name", WEIGHT_GRADIENTS)
-def test_gradients_of_weights_raise_at_level_3(name: str, place: str) -> None:
+def test_other_gradients_of_weights_raise_at_level_3(name: str, place: str) -> None:
     x, _ = dynamic._inputs(4)
     weight = dynamic.WEIGHT.clone().requires_grad_()
     for level in (2, 3):
         with running_on(place), rtkernels.batch_invariant(level):
-            loss = WEIGHT_GRADIENTS[name](x, weight).sum()
             if level == 2:
-                loss.backward()
+                WEIGHT_GRADIENTS[name](x, weight).sum().backward()
                 continue
             with pytest.raises(ArgumentError, match="batch-invariant"):
-                loss.backward()
+                WEIGHT_GRADIENTS[name](x, weight).sum().backward()
 
 
 def test_sequences_and_batches_are_declared() -> None:

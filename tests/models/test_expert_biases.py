@@ -62,7 +62,7 @@ def test_rows_that_are_not_written(dtype: torch.dtype, monkeypatch: pytest.Monke
     for poisoned in (False, True):
         if poisoned:
 
-            def product(x, weight, ends, transposed):
+            def product(x, weight, ends, transposed, tokens=None):
                 return _Poisoned.apply(grouped(_Poisoned.apply(x, ends), weight, ends, transposed), ends)
 
             monkeypatch.setattr(experts, "_grouped", product)

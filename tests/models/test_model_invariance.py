@@ -22,7 +22,7 @@ NEW = 3
 def _model(device: str) -> torch.nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, attn_implementation="eager",
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(device).to(torch.bfloat16).eval()
@@ -73,6 +73,27 @@ def test_rollouts_have_the_trainers_bits(place: str) -> None:
                 assert float((rolled.exp() * (rolled - found[-NEW:].detach())).sum()) == 0.0  # their divergence
         trained[0].sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.slow
+@at("sm_80", "sm_90", "cuda")
+def test_micro_batches_leave_the_gradients_of_one_batch(place: str) -> None:
+    """Level 3: all parameters of a model, in 1, 2 and 4 micro-batches of 128 rows and more."""
+    with running_on(place) as device, rtkernels.batch_invariant(3):
+        model = _model(device)
+        ids = torch.randint(VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(1)).to(device)
+        tokens = torch.tensor(4 * 127, device=device)
+        found: list[list[Tensor]] = []
+        for parts in (1, 2, 4):
+            for parameter in model.parameters():
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            for some in ids.chunk(parts):
+                model(some, labels=some, use_cache=False, num_items_in_batch=tokens).loss.backward()
+            found.append([parameter.main_grad for parameter in model.parameters()])
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(total.any() and total.isfinite().all() for total in found[0])
+        for totals in found[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(found[0], totals, strict=True))
 
 
 @at("sm_80", "sm_90", "cuda")

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import rtkernels
+from bench.peers.base import Compared
 from bench.rows.row import Row, in_fp32
 
 _CHUNK = 1024  # rows of the chunked peers
@@ -60,7 +62,52 @@ def _backends(gradients: bool) -> dict[str, Callable[..., Callable[[], Any]]]:
 
         return prepare
 
-    return {"chunked": prepared(False), "chunked_compiled": prepared(True)}
+    ways = {"chunked": prepared(False), "chunked_compiled": prepared(True)}
+    return ways if gradients else {**ways, "mm": _product}
+
+
+def _product(hidden: Tensor, weight: Tensor, ids: Tensor) -> Callable[[], Any]:
+    """The product of the head alone, which writes all logits: what the forward pass is compared with."""
+    out = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+
+    def log_probs(logits: Tensor) -> Tensor:
+        return torch.cat([-cross_entropy(in_fp32(some), of, reduction="none")
+                          for some, of in zip(logits.split(_CHUNK), ids.split(_CHUNK), strict=True)])  # fmt: skip
+
+    return Compared(lambda: torch.mm(hidden, weight.t(), out=out), log_probs)
+
+
+def _frozen(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, ids: Tensor, g: Tensor) -> Any:
+    """Log-probabilities and the gradient of hidden states: the head of a model that is trained by adapters."""
+    leaf = hidden.detach().requires_grad_()
+    logprob = function(leaf, weight, ids)
+    return logprob.detach(), *torch.autograd.grad(logprob, leaf, g)
+
+
+def _candidates(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return in_fp32(torch.nn.functional.linear(hidden, weight)).log_softmax(-1).gather(-1, ids)
+
+
+def _special_rows(count: int, size: int, vocabulary: int, make: Any, make_both: Any) -> Iterator[Row]:
+    """Rows of a frozen head, and of several candidates of each row."""
+    product = 2 * count * size * vocabulary
+    yield Row(
+        name="linear_logprob_frozen", shape=f"{count}x{size}x{vocabulary}", make=make_both,
+        ours=lambda **given: _frozen(lambda *t: rtkernels.linear_logprob(*t, save="projected"), **given),
+        torch=lambda **given: _frozen(lambda *t: _statistics(*t)[0], **given),
+        bytes=2 * size * (2 * count + vocabulary) + 16 * count, flops=2 * product,
+    )  # fmt: skip
+    for k in (8, 64):
+
+        def make_ids(device: str, generator: torch.Generator, k: int = k) -> dict[str, Any]:
+            given = make(device, generator)
+            return given | {"ids": torch.randint(0, vocabulary, (count, k), device=device, generator=generator)}
+
+        yield Row(
+            name="linear_logprob_candidates", shape=f"{count}x{size}x{vocabulary} of {k}", make=make_ids,
+            ours=lambda **given: rtkernels.linear_logprob(**given), torch=_candidates,
+            bytes=2 * size * (count + vocabulary) + 12 * count * k, flops=product,
+        )  # fmt: skip
 
 
 def rows() -> Iterator[Row]:
@@ -90,3 +137,5 @@ def rows() -> Iterator[Row]:
             torch=lambda **given: _both(_statistics, **given), bytes=4 * size * (count + vocabulary) + 24 * count,
             flops=3 * product, backends=_backends(True),
         )  # fmt: skip
+        if (count, size, vocabulary) == shapes[0]:
+            yield from _special_rows(count, size, vocabulary, make, make_both)

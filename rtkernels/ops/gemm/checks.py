@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, INTEGERS, Groups, Matrix, Product
 from rtkernels.ops.gemm.recipes import BLOCK_FORMATS, collapsed, kinds_of, scales_of
+from rtkernels.runtime.invariance import refuse, starts_from_result
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.declared import Argument, Meta
 
@@ -288,6 +289,16 @@ def check_act(act: str | None) -> None:
         raise ArgumentError(f"act is {act!r}; expected None, {', '.join(ACTIVATIONS)}")
 
 
+def _check_start(product: Product) -> None:
+    """Raise an ArgumentError unless the sums of a product can start from the result so far."""
+    if product.out.token != "fp32":
+        refuse(f"accumulate to an out of {product.out.token}", "sums so far must be float32")
+    if product.bias or product.add or product.act or product.global_scale:
+        refuse("accumulate with bias, add, act or global_scale", "these follow the sum of one call")
+    if any(scales is not None and not 0 < scales.depth <= 128 for scales in (product.scale_a, product.scale_b)):
+        refuse("accumulate with scales of all of k", "rows of one call share them")
+
+
 def check_product(product: Product) -> Product:
     """Return the product, or raise an ArgumentError for parts that exclude each other."""
     check_act(product.act)
@@ -300,6 +311,8 @@ def check_product(product: Product) -> Product:
             raise ArgumentError("out_dtype is int32; expected a float for accumulate and gated products")
     elif product.accumulate and product.out.token not in ("fp32", "bf16", "fp16"):
         raise ArgumentError(f"out has elements of {product.out.token}; expected a float for accumulate=True")
+    if product.accumulate and starts_from_result():
+        _check_start(product)
     groups: Groups | None = product.groups
     if groups is not None and groups.count > 512:
         raise ArgumentError(f"b has {groups.count} groups; expected at most 512")

@@ -14,12 +14,14 @@ from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
 from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
+from rtkernels.ops.shared import block_sum
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
+from rtkernels.runtime.invariance import level, refuse, starts_from_result
 from rtkernels.runtime.layout import in_shape, row_count, token
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -91,6 +93,8 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
         ctx.flagged = weight if main_grad is not None and has_flag(weight) else None
+        ctx.start_bias = start_of(bias, "a linear layer")
+        ctx.bias_like = None if bias is None else bias.detach()
         return in_shape(y, *x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -102,8 +106,6 @@ class _Linear(torch.autograd.Function):
         ways, (n, k) = RECIPES[recipe], ctx.weight_shape
         x_q_t, x_scale_t, x_scale, x, w_q_t, w_scale_t, w_scale, weight = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        if need_w:
-            refuse_weight_gradient("fp8_linear's gradient of the weight")
         flat = dy.reshape(row_count(ctx.x_shape), n)
         dx = dw = dbias = None
         if need_x or (need_w and x is None):
@@ -128,7 +130,9 @@ class _Linear(torch.autograd.Function):
             right = columns_of(x_q_t, x_scale, x_scale_t, ways.activation, k)
             options = {"recipe": ways.weight_gradient, "backend": backend}
             dw = weight_gradient(left, right, ctx.weight_dtype, ctx.main_grad, ctx.flagged, **options)
-        if need_bias:
+        if need_bias and starts_from_result():
+            dbias = block_sum.weight_gradient(ctx.start_bias, ctx.bias_like, flat)
+        elif need_bias:
             dbias = flat.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, dbias, *(None,) * 17
 

@@ -16,7 +16,6 @@ from rtkernels.ops.gemm.across import along_k
 from rtkernels.ops.gemm.grouped_mm_plan import OPTIONS, TENSORS, WGRAD_OPTIONS, WGRAD_TENSORS, GroupedMm
 from rtkernels.ops.gemm.scaled_mm import as_packed, as_scale, refuse_quantised_gradients
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.invariance import OF_WEIGHTS
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
@@ -33,7 +32,7 @@ IN_PLACE = Operator(
 WGRAD = Operator(
     "grouped_wgrad", (InPlace("out", None), *WGRAD_TENSORS), options=WGRAD_OPTIONS, results="",
     plan=grouped_mm_plan.plan_wgrad, reference=grouped_mm_plan.run_reference_wgrad,
-    check=grouped_mm_plan.describe_wgrad, not_invariant=OF_WEIGHTS,
+    check=grouped_mm_plan.describe_wgrad,
 )  # fmt: skip
 
 

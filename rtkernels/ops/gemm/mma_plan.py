@@ -24,6 +24,7 @@ from rtkernels.ops.gemm.mma_kernels import (
     spans_of_rows,
 )
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, INTEGERS, Matrix, Product, Scales
+from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import GRID_LIMIT, divisor
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -156,6 +157,8 @@ def unsupported(product: Product, target: Target) -> str | None:
     if "int4" in (p.a.token, p.b.token) and choice.math in ("MathInt8", "MathInt4") and unpacked:
         if p.k >= _MAX_UNPACKED_DEPTH and choice.sum_depth == 0 and p.out.token == "int32":
             return f"k is {p.k}; int32 sums of int4 products hold fewer than {_MAX_UNPACKED_DEPTH}"
+    if p.accumulate and starts_from_result() and not (p.a.token in FLOAT16 and p.sums == "fp32"):
+        return f"accumulators of {p.a.token} products do not start from a result"
     if p.quantized and (p.accumulate or _cuts_depth(p)):
         return "a quantised result can neither be accumulated nor consist of groups of k"
     if p.quantized == "1x16" and (p.out.pitch % 2 or p.out.group_pitch % 2):
@@ -329,12 +332,14 @@ def _numbers(
 ) -> tuple[int, ...]:
     """Return the kernel's arguments after its tensors."""
     out = p.out if p.quantized is None or fused else Matrix("fp32", p.n, group_pitch=p.m * p.n)
+    starts = p.accumulate and starts_from_result()
     options = _packed(
         by_element[0] | by_element[1] << 1 | p.a.across << 2 | p.b.across << 3,
         _CODE_KINDS.get(p.a.token, 0), _CODE_KINDS.get(p.b.token, 0),
         _scale_option(p.scale_a), _scale_option(p.scale_b),
         _TYPES[out.token], _TYPES[p.bias], _TYPES[p.add], _ACTIVATIONS[p.act], _ACTIVATIONS[p.gate],
-        {"1x128": 1, "1x16": 2}[p.quantized] if fused else 0, p.global_scale, int(p.accumulate),
+        {"1x128": 1, "1x16": 2}[p.quantized] if fused else 0, p.global_scale, int(p.accumulate and not starts),
+        int(starts),
     )  # fmt: skip
     own_matrices = kind in (3, 4)  # every group has a result of its own
     return (

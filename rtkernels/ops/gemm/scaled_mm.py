@@ -16,7 +16,7 @@ from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS, ScaledMm
 from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
@@ -200,8 +200,6 @@ def scaled_mm(
     options = (recipe, b_layout, packed, act, out_dtype, acc, backend)
     if accumulate and out is None:
         raise ArgumentError("accumulate is True; expected out, which the result is added to")
-    if accumulate:
-        refuse_weight_gradient("scaled_mm with accumulate")
     if backend == "torch":
         if level():
             refuse("backend 'torch'", "its kernels are chosen by the number of rows")

@@ -37,7 +37,7 @@ from rtkernels.ops.gemm.tile_choice import (
     sharing_limit,
     tile_count,
 )  # fmt: skip
-from rtkernels.runtime.invariance import level
+from rtkernels.runtime.invariance import level, starts_from_result
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps, box_strides
@@ -191,7 +191,10 @@ def _unsupported_groups(p: Product) -> str | None:
 
 def _in_loop(scales: Scales | None, k: int) -> bool:
     """Return whether the main loop applies these scales; the epilogue does so with one for each row, or for all."""
-    return scales is not None and (0 < scales.depth < k or scales.rows > 1)
+    if scales is None:
+        return False
+    # Accumulators that start from a result need products that have been scaled.
+    return scales.rows > 1 or (scales.depth > 0 if starts_from_result() else 0 < scales.depth < k)
 
 
 def _loop_scales(p: Product) -> int:
@@ -318,8 +321,10 @@ def _arguments(
     box_rows = tile.cols // 2 if finish == GATED else tile.cols
     b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, box_rows, tile.shifted)
     out_bytes = int(BYTES[p.out.token])
-    adds = p.accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
-    by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not p.accumulate)
+    starts = p.accumulate and starts_from_result()
+    accumulate = p.accumulate and not starts
+    adds = accumulate and p.out.token == "fp32"  # TMA adds in the dtype of the result
+    by_tma = p.out.aligned and p.n * out_bytes % 16 == 0 and p.add is None and (adds or not accumulate)
     by_tma = by_tma and (p.act is None or finish != PLAIN)
     out = a  # not used
     if by_tma:
@@ -335,10 +340,11 @@ def _arguments(
     flags = (
         _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
         | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20)
-        | p.accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
+        | accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
         | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
         | (tile.shifted and p.a.halves) << 26 | (tile.shifted and p.b.halves) << 27
+        | starts << 28
     )  # fmt: skip
     *a_pitches, a_rows, a_shift = _scale_arguments(p.scale_a, p.k)
     *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
@@ -384,6 +390,8 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     known = SHIFTED_TILES if _is_shifted(p) else GATED_TILES if finish == GATED else TILES[scales]
     tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
+    if p.accumulate and starts_from_result():  # the others have no registers left
+        tiles = [tile for tile in tiles if tile.cols != 224 and (scales != ROW_SCALES or tile.cols < 256)]
     if p.quantized is not None:  # scales cover 128 columns of a tile
         tiles = [LARGE]
     if finish == GATED and m > _GATED_ROWS and _b_rows(p) * p.k * BYTES[p.b.token] > _GATED_BYTES:

@@ -22,11 +22,11 @@ from rtkernels.ops.index.embedding_plan import (
     plan_fwd,
 )
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.invariance import OF_WEIGHTS
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
+from rtkernels.runtime.operator.main_grad import Start, start_of
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import Way, shard
@@ -81,12 +81,11 @@ FORWARD = Operator(
 BACKWARD = Operator(
     "embedding_bwd", (Rows("dy"), Dense("ids", None)), options="SymInt rows, int start, int padding", results="grad",
     outputs=lambda dy, rows: (Memory((rows, dy.shape[-1]), dy.dtype),),
-    plan=plan_bwd, reference=_reference_bwd, check=check_bwd, not_invariant=OF_WEIGHTS,
+    plan=plan_bwd, reference=_reference_bwd, check=check_bwd,
 )  # fmt: skip
 ADD = Operator(
     "embedding_bwd_into", (InPlace("main_grad", None), Rows("dy"), Dense("ids", None)),
     options="int start, int padding", results="", plan=plan_add, reference=_reference_add, check=check_add,
-    not_invariant=OF_WEIGHTS,
 )  # fmt: skip
 
 
@@ -119,6 +118,9 @@ class _Embedding(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         (ids,) = ctx.saved_tensors
+        if isinstance(ctx.main_grad, Start):
+            ADD(ctx.main_grad.total, dy, ids, ctx.start, ctx.padding)
+            return ctx.main_grad.added(), None, None, None, None
         if ctx.main_grad is not None:
             ADD(ctx.main_grad, dy, ids, ctx.start, ctx.padding)
             return None, None, None, None, None
@@ -140,6 +142,12 @@ def _padding(padding_idx: int | None, rows: int, vocab_start: int) -> int:
             f"padding_idx is {padding_idx}; expected 0 or more, or -{rows} to -1 for a whole vocabulary of {rows}"
         )
     return padding_idx + rows
+
+
+def looked_up(weight: Tensor, ids: Tensor, padding_idx: int | None, start: Start) -> Tensor:
+    """Return ``embedding(ids, weight)`` whose gradient is added to `start`."""
+    padding = NO_PADDING if padding_idx is None else padding_idx
+    return _differentiable(weight, ids, 0, padding, start)
 
 
 @public
@@ -186,6 +194,8 @@ def embedding(
             )
         check_main_grad(metadata(main_grad), weight.shape[-1], weight.get_device(), "weight")
     if is_grad_enabled() and needs_grad(weight):
+        if main_grad is None:
+            main_grad = start_of(weight, "an embedding")
         return _differentiable(weight, ids, vocab_start, padding, main_grad)
     return FORWARD.call(weight, ids, vocab_start)
 

@@ -8,6 +8,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.index import embedding_order
 from rtkernels.ops.index.embedding_order import order_steps
 from rtkernels.runtime.checks import check_dtype, check_same, token
+from rtkernels.runtime.invariance import refuse, starts_from_result
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
@@ -48,7 +49,12 @@ _SUM = Kernel(
     "grad_stride:i64 window_size:i64 dy_half:i64 grad_half:i64 accumulate:i64",
     variants=[(2, 2, 8, False), *((*each, True) for each in ((2, 2, 8), (2, 4, 8), (4, 4, 4), (4, 4, 1), (4, 2, 1)))],
 )  # fmt: skip
-KERNELS = (_FWD, _SORT, _SUM, *embedding_order.KERNELS)
+_ADD_ROWS = Kernel(
+    "index/embedding_add_rows.cu", "embedding_add_rows", template="FROM VEC", max_registers=128,
+    args="dy:ptr grad:ptr entries:ptr tokens:i64 cols:i64 dy_stride:i64 grad_stride:i64 dy_half:i64",
+    variants=[(2, 8), (4, 4), (4, 1)],
+)  # fmt: skip
+KERNELS = (_FWD, _SORT, _SUM, _ADD_ROWS, *embedding_order.KERNELS)
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
@@ -87,6 +93,8 @@ def check_main_grad(main_grad: Meta, cols: int, device: int, of: str) -> None:
 
 def check_add(main_grad: Meta, dy: Meta, ids: Meta) -> None:
     check_bwd(dy, ids, main_grad[1][0] if main_grad[1] else 0)
+    if starts_from_result() and main_grad[0] != torch.float32:
+        refuse(f"adding to a main_grad of {main_grad.token}", "sums so far must be float32")
     check_main_grad(main_grad, dy[1][-1], dy[3], "dy")
 
 
@@ -136,6 +144,13 @@ def sum_steps(
     threads = min(-(-cols // (vec * 32)) * 32, _SUM_THREADS)
     slices = -(-cols // (threads * vec))
     resident_groups = device_info(device).sm_count * _SUM_BLOCKS * _SUM_THREADS // (threads * slices)
+    if accumulate and starts_from_result():
+        steps, scratch, entries = _sort_steps(ids, ids_name, 0, rows, start, padding, 1, 0, device)
+        launch = _ADD_ROWS.bind((size, vec), device, (-(-tokens // _WINDOW), slices), threads)
+        numbers = tokens, cols, dy_stride, grad_stride, int(t == "fp16")
+        add = Step(launch, dy_name, grad_name, entries, *numbers)
+        scratch["counters"] = Memory((1,), torch.int32)
+        return Steps(*steps, add, scratch=scratch, converted=converted)
     window = _WINDOW * -(-tokens // (_WINDOW * min(max(resident_groups, MIN_WINDOWS), MAX_WINDOWS)))
     windows = -(-tokens // window)
     counters, fill_bytes = 3 * windows * slices, 0 if accumulate else rows * cols * grad_size

@@ -9,12 +9,19 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_names, check_options
-from rtkernels.ops.loss.linear_cross_entropy_operators import BACKWARD, FORWARD, check_inputs, scaled
+from rtkernels.ops.loss.linear_cross_entropy_operators import (
+    BACKWARD,
+    FORWARD,
+    add_gradients,
+    check_inputs,
+    scaled,
+)
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -26,7 +33,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk_rows, in_fp32):  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
-        ctx.later = reduction == NONE  # the gradient of weight needs that of every row's loss
+        ctx.starts, ctx.reduction = (start_of(weight, "a head"), start_of(bias, "a head")), reduction
+        # The gradient of weight needs that of every row's loss, or the sum so far.
+        ctx.later = reduction == NONE or any(ctx.starts)
         now = (False,) * 3 if ctx.later else ctx.needs
         options = (ignore_index, smoothing, z_loss, softcap)
         loss, hits, sums, *grads = FORWARD(
@@ -43,6 +52,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss, _hits, _lse):
         if dloss is None:
             return (None,) * 13
+        if any(ctx.starts):
+            *options, chunk_rows, _ = ctx.more
+            given = (*ctx.saved_tensors, tuple(options), chunk_rows, ctx.needs)
+            dhidden, dweight, dbias = add_gradients(ctx.starts, ctx.reduction, dloss, *given)
+            return dhidden, dweight, None, dbias, *(None,) * 9
         if ctx.later:
             grads = BACKWARD(dloss, *ctx.saved_tensors, *ctx.more, *ctx.needs)
         elif is_dynamo_compiling():

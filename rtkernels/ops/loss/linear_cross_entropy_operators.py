@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.loss import cross_entropy_operators as rows_ops
 from rtkernels.ops.loss import cross_entropy_reduce as reduction_ops
 from rtkernels.ops.loss import linear_cross_entropy_slabs as slabs
 from rtkernels.ops.loss import reference
 from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options
 from rtkernels.ops.loss.label_report import report
+from rtkernels.ops.shared.block_sum import add_rows_
 from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Meta, Operator
+from rtkernels.runtime.operator.main_grad import Start
 from rtkernels.runtime.operator.plan import Memory, Steps
 
 # ---- chunks of rows: torch's GEMMs around the kernels of cross_entropy ----------------------------------------------
@@ -112,6 +115,24 @@ class WeightSums:
             nothing(self._target) if weight is None else weight.to(self._target.dtype),
             nothing(self._target) if bias is None else bias.to(self._bias_dtype),
         )
+
+
+class MainGrads(WeightSums):
+    """Sums that start from the main_grad of weight or bias, if it has one: their accumulators do (level 3)."""
+
+    def __init__(self, starts: Sequence[Start | None], *given: Any) -> None:
+        self.starts = starts
+        weight, bias, in_fp32, need_weight, need_bias = given
+        of_weight, of_bias = (start is None for start in starts)
+        super().__init__(weight, bias, in_fp32, need_weight and of_weight, need_bias and of_bias)
+
+    def add(self, dlogits: Tensor, hidden: Tensor) -> None:
+        super().add(dlogits, hidden)
+        start, start_bias = self.starts
+        if start is not None:
+            add_product_(start.total, dlogits, hidden)
+        if start_bias is not None:
+            add_rows_(start_bias.total, dlogits)
 
 
 def chunks(
@@ -208,7 +229,7 @@ def _forward(
 
 def _backward(
     functions: _Functions, dloss, hidden, weight, labels, bias, ignore_index, label_smoothing, z_loss, softcap,
-    chunk_rows, fp32_weight_grad, need_hidden, need_weight, need_bias,
+    chunk_rows, fp32_weight_grad, need_hidden, need_weight, need_bias, sums_of=WeightSums,
 ):  # fmt: skip
     """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
     needs, options = (need_hidden, need_weight, need_bias), (ignore_index, label_smoothing, z_loss, softcap)
@@ -218,7 +239,7 @@ def _backward(
         return found.dhidden.view(hidden.shape) if need_hidden else found.dhidden, found.dweight, found.dbias
     chunk_rows, in_fp32 = _by_rule(chunk_rows, fp32_weight_grad, flat.numel(), weight, need_weight)
     dhidden = torch.empty(states.shape, dtype=hidden.dtype, device=hidden.device) if need_hidden else None
-    sums = WeightSums(weight, bias, in_fp32, need_weight, need_bias)
+    sums = sums_of(weight, bias, in_fp32, need_weight, need_bias)
     for part, some, logits in chunks(states, weight, bias, chunk_rows):
         functions.row_gradient(logits, flat[part], g[part], options)
         if dhidden is not None:
@@ -226,6 +247,30 @@ def _backward(
         sums.add(logits, some)
     logits = None
     return nothing(g) if dhidden is None else dhidden.view(hidden.shape), *sums.results()
+
+
+def add_gradients(
+    starts: Sequence[Start | None], reduction: int, dloss: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor,
+    bias: Tensor | None, options: tuple[Any, ...], chunk_rows: int, needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of hidden, weight and bias; the last two are added to `starts` if these are given."""
+    g = dloss.float()
+    if reduction == MEAN:
+        g = g * reduction_ops.COUNT(labels.reshape(-1).contiguous(), options[0])
+    if reduction != NONE:
+        g = g.reshape(()).expand(labels.shape)
+    chunk_rows = -(-chunk_rows // _TILE_ROWS) * _TILE_ROWS
+    by_operators = _KERNELS._replace(
+        row_gradient=partial(_row_gradient, rows_ops.FORWARD, rows_ops.BACKWARD_IN_PLACE)
+    )  # fmt: skip
+    found = _backward(
+        by_operators, g, hidden, weight, labels, bias, *options, chunk_rows, True, *needs,
+        sums_of=partial(MainGrads, starts),
+    )  # fmt: skip
+    return [
+        start.added() if start is not None else grad if need else None
+        for start, grad, need in zip((None, *starts), found, needs, strict=True)
+    ]
 
 
 # ---- with kernels ---------------------------------------------------------------------------------------------------

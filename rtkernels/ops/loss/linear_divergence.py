@@ -15,8 +15,10 @@ from rtkernels.ops.loss.linear_divergence_topk import linear_topk_divergence
 from rtkernels.ops.loss.linear_logprob_parallel import complete
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.invariance import refuse_weight_gradient
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -29,6 +31,8 @@ class _LinearDivergence(torch.autograd.Function):
     ):  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.needs, ctx.options, ctx.group = ctx.needs_input_grad[:3], options, group
+        if any(start_of(t, "a head") is not None for t in (student_weight, student_bias)):
+            refuse_weight_gradient("linear_divergence's gradient of a weight with a main_grad")
         heads = (student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias, labels)
         loss, stats = FORWARD(*heads, *options) if group is None else parallel.forward(heads, options, group)
         ctx.save_for_backward(*heads, stats)

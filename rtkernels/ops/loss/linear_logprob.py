@@ -13,7 +13,7 @@ from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
 from rtkernels.ops.loss.linear_logprob_checks import check_inputs, check_numbers
 from rtkernels.ops.loss.linear_logprob_head import candidates
-from rtkernels.ops.loss.linear_logprob_operators import BACKWARD, BACKWARD_SAVED, FINISH, PARTS
+from rtkernels.ops.loss.linear_logprob_operators import BACKWARD, BACKWARD_SAVED, FINISH, PARTS, add_gradients
 from rtkernels.ops.loss.linear_logprob_parallel import all_parts, complete
 from rtkernels.ops.loss.linear_logprob_projected import BACKWARD as PROJECTED_BACKWARD
 from rtkernels.ops.loss.linear_logprob_projected import PROJECT
@@ -21,6 +21,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -57,6 +58,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
         ctx.call = call
+        ctx.starts = start_of(weight, "a head"), start_of(bias, "a head")
         *results, saved = forward(hidden, weight, ids, bias, temperatures, call)
         entropy, squares = results[1], results[3]
         ctx.save_for_backward(hidden, weight, ids, bias, temperatures, entropy, squares, *saved)
@@ -85,6 +87,8 @@ class _LinearLogprob(torch.autograd.Function):
         squares = squares if call.wanted & plans.SQUARES else None
         tensors = (hidden, weight, ids, bias, temperatures, *incoming, stats, entropy, squares, targets)
         options = (*call.numbers, *ctx.needs, call.group is not None)
+        if any(ctx.starts):
+            return added_gradients(ctx, tensors, options, more[0] if call.save == "logits" else None)
         if call.save == "logits":
             grads = BACKWARD_SAVED(*tensors, *options, more[0])
         else:
@@ -93,6 +97,19 @@ class _LinearLogprob(torch.autograd.Function):
         if call.group is not None and dhidden is not None:
             dhidden = complete(dhidden, hidden.dtype, call.group)
         return dhidden, dweight, None, dbias, None, None
+
+
+def added_gradients(ctx: Any, tensors: tuple[Any, ...], options: tuple[Any, ...], logits: Tensor | None) -> Any:
+    """Return gradients, of which those of parameters with a main_grad are added to that (level 3)."""
+    hidden = tensors[0]
+    found = add_gradients(ctx.starts, *tensors, *options, logits)
+    dhidden, dweight, dbias = (
+        start.added() if start is not None else grad if need else None
+        for start, grad, need in zip((None, *ctx.starts), found, ctx.needs, strict=True)
+    )
+    if ctx.call.group is not None and dhidden is not None:
+        dhidden = complete(dhidden, hidden.dtype, ctx.call.group)
+    return dhidden, dweight, None, dbias, None, None
 
 
 def check_overwritten(ctx: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss import logprob_reference as reference
@@ -25,6 +26,7 @@ from rtkernels.ops.loss.linear_logprob_head import (
 )
 from rtkernels.ops.loss.logprob_reference import PARTS as PART_ROWS
 from rtkernels.ops.loss.logprob_reference import Incoming, Scores
+from rtkernels.ops.shared.block_sum import add_rows_
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator
@@ -62,9 +64,12 @@ def _parts(
 def _backward(
     functions: Functions, hidden, weight, ids, bias, temperatures, dlogprob, dentropy, dlse, dsquares, dmean, stats,
     entropy, log_sum_sq, targets, ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first,
-    vocabulary, need_hidden, need_weight, need_bias, fp32_hidden_grad, logits=None,
+    vocabulary, need_hidden, need_weight, need_bias, fp32_hidden_grad, logits=None, starts=(None, None),
 ):  # fmt: skip
-    """The operators ``linear_logprob_bwd`` and ``_bwd_saved``: with `logits` of all columns, which are overwritten."""
+    """The operators ``linear_logprob_bwd`` and ``_bwd_saved``: with `logits` of all columns, which are overwritten.
+
+    `starts`: of the gradients of weight and bias, which are then added to them and not returned.
+    """
     kept = None if logits is None else logits[:, : len(weight)]
     options = Options(
         ignore_index, logit_scale, softcap, temperature, fp32_logits, chunk_bytes, first, vocabulary
@@ -78,26 +83,39 @@ def _backward(
     slabs = [(0, len(weight))] if whole else list(head.slabs())
     memory = head.memory(head.columns) if kept is None else None
     gradients = None if in_place else head.memory(head.columns, hidden.dtype)
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_weight else nothing(states)
+    start, start_bias = starts
+    dweight = nothing(states)
+    if need_weight and start is None:
+        dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     sum_dtype = torch.float32 if fp32_hidden_grad or len(slabs) > 1 else hidden.dtype
     dhidden = torch.empty(states.shape, dtype=sum_dtype, device=states.device) if need_hidden else nothing(states)
     dbias = []
-    for start, end in slabs:
-        some = kept[:, start:end] if kept is not None else head.logits(start, end, memory)
-        out = some if gradients is None else gradients[:, : end - start]
-        functions.gradient(some, out, flat, temperatures, terms, targets, dlogprob, options, start)
+    for first_column, end in slabs:
+        some = kept[:, first_column:end] if kept is not None else head.logits(first_column, end, memory)
+        out = some if gradients is None else gradients[:, : end - first_column]
+        functions.gradient(some, out, flat, temperatures, terms, targets, dlogprob, options, first_column)
         if need_hidden:
             if sum_dtype == torch.float32:
-                add_product(dhidden, out, weight[start:end], start == 0)
+                add_product(dhidden, out, weight[first_column:end], first_column == 0)
             else:
                 rounded_product(dhidden, out, weight)
-        if need_weight:
-            rounded_product(dweight[start:end], out.t(), states)
-        if need_bias:
+        if start is not None:
+            add_product_(start.total[first_column:end], out, states)
+        elif need_weight:
+            rounded_product(dweight[first_column:end], out.t(), states)
+        if start_bias is not None:
+            add_rows_(start_bias.total[first_column:end], out)
+        elif need_bias:
             dbias.append(out.sum(0, dtype=torch.float32))
     if need_hidden:
         dhidden = (dhidden if fp32_hidden_grad else dhidden.to(hidden.dtype)).view(hidden.shape)
-    return dhidden, dweight, torch.cat(dbias).to(bias.dtype) if need_bias else nothing(states)
+    return dhidden, dweight, torch.cat(dbias).to(bias.dtype) if dbias else nothing(states)
+
+
+def add_gradients(starts, *args) -> Tensor:
+    """Add the gradients of weight and bias to `starts`, and return that of hidden; arguments as of the operators."""
+    *tensors_and_options, logits = args
+    return _backward(KERNELS, *tensors_and_options, logits, starts)
 
 
 # ---- in plain torch -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_stri
 _UNIT = "loss/linear_logprob_tiles.cu"
 _ROWS, _COLS, _STAGES = 128, 256, 4
 _ROW_BYTES = 128  # of k in a stage
-_BAND = 2048 // _ROWS  # rows of tiles that blocks walk together
+_BAND = 1024 // _ROWS  # rows of tiles that blocks walk together
 _FOLD_ROWS = 32
 _LIMIT_ROWS = 16384  # of a launch, so that statistics of tiles stay small
 FEWEST = (1024, 8192)  # rows and columns

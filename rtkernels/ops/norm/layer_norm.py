@@ -10,11 +10,14 @@ from rtkernels.ops.norm.layer_norm_operators import ADD_FORWARD, BACKWARD, BACKW
 from rtkernels.ops.norm.layer_norm_plan import KERNELS
 from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.statistics import with_statistics
+from rtkernels.ops.shared.block_sum import weight_gradient
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -26,6 +29,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, eps, offset, overwrites):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
+        ctx.starts = start_of(weight, "layer_norm"), start_of(bias, "layer_norm")
         if residual is None:
             ctx.save_for_backward(x, weight, bias)
             return _forward(x, weight, bias, eps, offset)
@@ -42,14 +46,21 @@ class _LayerNorm(torch.autograd.Function):
             autograd.check_overwrite(ctx, "layer_norm", (dy, dsum))
         h, weight, bias = ctx.saved_tensors
         want_weight, want_bias, want_residual = ctx.needs_input_grad[1:4]
+        dweight = dbias = None
+        if (want_weight or want_bias) and starts_from_result():
+            if want_weight:
+                dweight = weight_gradient(ctx.starts[0], weight, dy, h, ctx.eps, centred=True)
+            if want_bias:
+                dbias = weight_gradient(ctx.starts[1], bias, dy)
+            want_weight = want_bias = False
         rest = weight, bias if want_bias else None, dsum, ctx.eps, ctx.offset, want_weight or want_bias
         if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):
             (dh,) = autograd.detached(h)
             gradients = BACKWARD_OVER(dy, dh, *rest)
         else:
             dh, gradients = _backward(dy, h, *rest)
-        dweight = gradients[0] if want_weight else None
-        dbias = gradients[1] if want_bias else None
+        dweight = gradients[0] if want_weight else dweight
+        dbias = gradients[1] if want_bias else dbias
         return dh, dweight, dbias, dh if want_residual else None, None, None, None
 
 
@@ -133,5 +144,5 @@ def layer_norm(
 OP = Op(
     "layer_norm", public=("layer_norm",), kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, BACKWARD, BACKWARD_OVER),
-    uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
+    uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum", "block_sum"),
 )  # fmt: skip

@@ -10,11 +10,14 @@ from rtkernels.ops.norm.norm_modulated import normalize
 from rtkernels.ops.norm.rms_norm_operators import ADD_FORWARD, BACKWARD, BACKWARD_OVER, FORWARD
 from rtkernels.ops.norm.rms_norm_plan import KERNELS
 from rtkernels.ops.norm.statistics import with_statistics
+from rtkernels.ops.shared.block_sum import weight_gradient
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
+from rtkernels.runtime.operator.main_grad import Start, start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -26,6 +29,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x, weight, residual, eps, offset, overwrites):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
+        ctx.start = start_of(weight, "rms_norm")
         if residual is None:
             ctx.save_for_backward(x, weight)
             return _forward(x, weight, eps, offset)
@@ -41,13 +45,29 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.overwrites:
             autograd.check_overwrite(ctx, "rms_norm", (dy, dsum))
         h, weight = ctx.saved_tensors
-        weight_grad = ctx.needs_input_grad[1]
+        weight_grad, in_blocks = ctx.needs_input_grad[1], None
+        if weight_grad and starts_from_result():
+            in_blocks = (weight_gradient(ctx.start, weight, dy, h, ctx.eps),)
+            weight_grad = False
         if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):
             (dh,) = autograd.detached(h)
             dweight = BACKWARD_OVER(dy, dh, weight, dsum, ctx.eps, ctx.offset, weight_grad)
         else:
             dh, dweight = _backward(dy, h, weight, dsum, ctx.eps, ctx.offset, weight_grad)
-        return dh, dweight if weight_grad else None, dh if ctx.needs_input_grad[2] else None, None, None, None
+        dweight = in_blocks[0] if in_blocks else dweight if weight_grad else None
+        return dh, dweight, dh if ctx.needs_input_grad[2] else None, None, None, None
+
+
+def gradients(
+    start: Start | None, dy: Tensor, h: Tensor, weight: Tensor | None, dsum: Tensor | None, eps: float, offset: float,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of h and weight; that of weight is added to `start`, if it is given (level 3)."""
+    if need_weight and starts_from_result():
+        dweight = weight_gradient(start, weight, dy, h, eps)
+        return _backward(dy, h, weight, dsum, eps, offset, False)[0], dweight
+    dh, dweight = _backward(dy, h, weight, dsum, eps, offset, need_weight)
+    return dh, dweight if need_weight else None
 
 
 _differentiable = applied(_RmsNorm)
@@ -139,5 +159,5 @@ def rms_norm(
 OP = Op(
     "rms_norm", public=("rms_norm",), kernels=KERNELS,
     torch_ops=(FORWARD, ADD_FORWARD, BACKWARD, BACKWARD_OVER),
-    uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum"),
+    uses=("norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", "column_sum", "block_sum"),
 )  # fmt: skip

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
 from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
+from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.layout import nothing, row_count
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride, meta_of
+from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 
@@ -123,6 +127,7 @@ class _RouterGemm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.precision, ctx.bias_dtype = precision, None if bias is None else bias.dtype
         ctx.main_grad = main_grad  # not saved: later micro-batches may have changed it, which is the point
+        ctx.start = start_of(weight, "a router") if main_grad is None else None
         return _forward(x, weight, bias, precision)
 
     @staticmethod
@@ -134,15 +139,29 @@ class _RouterGemm(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx = dweight = dbias = None
         into = need_weight and ctx.main_grad is not None
+        if need_weight and starts_from_result():
+            dweight, need_weight, into = _in_blocks(ctx, dy, x, weight), False, False
         if need_x or (need_weight and not into):
             grads = BACKWARD.call(dy, x, weight, ctx.precision, need_x, need_weight and not into)
             dx = grads[0] if need_x else None
-            dweight = grads[1] if need_weight and not into else None
+            dweight = grads[1] if need_weight and not into else dweight
         if into:
             BACKWARD_INTO(ctx.main_grad, dy, x, ctx.precision)
         if need_bias:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
+
+
+def _in_blocks(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return the gradient of the weight, or add it to its main_grad: in fp32, in blocks of rows (level 3)."""
+    total = ctx.main_grad if ctx.start is None else ctx.start.total
+    given = total is not None
+    if not given:
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    add_product_(total, _rows_of(dy).float(), _rows_of(x).float())
+    if not given:
+        return total.to(weight.dtype)
+    return None if ctx.start is None else ctx.start.added()
 
 
 _differentiable = applied(_RouterGemm)

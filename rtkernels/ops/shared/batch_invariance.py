@@ -29,20 +29,23 @@ _BY_COLUMNS = "kernel and threads by columns; no kernel for few rows"
 _PRODUCT = "one backend per types of operands, k is not split; refused: backends by name that split k"
 _ROW_SCALES = "refused: a scale that covers several rows"
 _SCALES_OF_TOKENS = "scales cover several tokens"
-_OF_WEIGHT = "refused at level 3"
+_IN_ORDER = "level 3: adds 128 rows at a time to a float32 sum, in order"
+_OF_WEIGHT = "refused at level 3: gradients of weights"
 PROMISES: dict[str, Promise] = {
     **dict.fromkeys(
         ("act", "add_", "add_bias", "add_residual", "append_kv_cache", "causal_conv1d_step", "cfg_combine",
          "channel_mul", "dequantize_fp8", "dequantize_fp8_hadamard", "dequantize_fp8_smooth", "dequantize_mxfp4",
          "dequantize_mxfp8", "dequantize_nvfp4", "embedding", "euler_step", "gated_delta_rule_step", "glu", "glu_fp8",
-         "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward", "group_rms_norm_gate", "hadamard",
+         "glu_fp8_backward", "glu_smooth_fp8", "glu_smooth_fp8_backward", "hadamard",
          "index_select", "jsd", "kl_div", "lightning_attention_step", "merge_attention", "mla_rope", "moe_permute",
-         "moe_permute_fp8", "moe_permute_smooth", "moe_unpermute", "qk_norm_rope", "qkv_split", "quantize_fp8_experts",
+         "moe_permute_fp8", "moe_permute_smooth", "moe_unpermute", "qkv_split", "quantize_fp8_experts",
          "quantize_fp8_hadamard", "quantize_fp8_smooth", "quantize_mxfp4", "quantize_mxfp8", "repeat_heads", "rope",
          "row_dot", "scale_", "sort_chunks", "ssd_step", "topk", "topk_router", "transpose", "transpose_experts"),
         Promise(ROW),
     ),
     "rms_norm": Promise(ROW, "kernel and threads by columns; refused: a Quant of the tensor without a scale"),
+    "group_rms_norm_gate": Promise(ROW, _OF_WEIGHT),
+    "qk_norm_rope": Promise(ROW, _OF_WEIGHT),
     "layer_norm": Promise(ROW, _BY_COLUMNS),
     "rms_norm_fp8": Promise(ROW, "statistics by columns, in a pass of their own for transposed codes"),
     "layer_norm_fp8": Promise(ROW, "statistics by columns, in a pass of their own for transposed codes"),
@@ -52,7 +55,7 @@ PROMISES: dict[str, Promise] = {
     "linear_cross_entropy": Promise(ROW, "chunks of rows, never slabs of the vocabulary; products as scaled_mm"),
     "linear_logprob": Promise(ROW, "slabs of 16384 columns, whatever chunk_bytes is; products as scaled_mm"),
     "linear_divergence": Promise(ROW, "slabs of 16384 columns, whatever chunk_bytes is; products as scaled_mm"),
-    "scaled_mm": Promise(ROW, f"{_PRODUCT}; {_OF_WEIGHT}: accumulate"),
+    "scaled_mm": Promise(ROW, f"{_PRODUCT}; {_IN_ORDER}, with accumulate"),
     "gated_mm": Promise(ROW, _PRODUCT),
     "grouped_mm": Promise(ROW, _PRODUCT),
     "grouped_mm_masked": Promise(ROW, _PRODUCT),
@@ -70,8 +73,8 @@ PROMISES: dict[str, Promise] = {
     "mla_decode": Promise(SEQUENCE, "keys are not split"),
     "lightning_attention": Promise(SEQUENCE, "one segment, the kernel that takes packed sequences, too"),
     "gated_delta_rule": Promise(SEQUENCE, "prompts in chunks: at multiples of 64 tokens"),
-    "ssd": Promise(SEQUENCE, "prompts in chunks: at multiples of 64 tokens"),
-    "causal_conv1d": Promise(SEQUENCE),
+    "ssd": Promise(SEQUENCE, f"prompts in chunks: at multiples of 64 tokens; {_OF_WEIGHT}"),
+    "causal_conv1d": Promise(SEQUENCE, _OF_WEIGHT),
     **dict.fromkeys(
         ("check_labels", "column_absmax", "id_bounds", "load_balancing_loss", "moe_index", "moe_row_id_map", "moe_rows",
          "moe_permute_smooth_t", "router_z_loss", "scatter_add", "smooth_factors"),
@@ -83,8 +86,8 @@ PROMISES: dict[str, Promise] = {
          "rope_table", "tensor_list"),
         Promise(WEIGHTS),
     ),
-    "embedding_grad_": Promise(WEIGHTS, _OF_WEIGHT),
-    "grouped_wgrad": Promise(WEIGHTS, _OF_WEIGHT),
+    "embedding_grad_": Promise(WEIGHTS, "level 3: adds token by token to a float32 sum, in order"),
+    "grouped_wgrad": Promise(WEIGHTS, f"{_IN_ORDER}; of each group, if micro-batches cut it there"),
     **dict.fromkeys(
         ("attention_quantized", "quantize_qk", "quantize_v", "sage_attention"), Promise(REFUSED, _SCALES_OF_TOKENS)
     ),

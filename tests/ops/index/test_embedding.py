@@ -159,6 +159,8 @@ def emulated_coverage() -> None:
         inputs = make("plain", torch.bfloat16, device)
         with emulator.recording():
             ordered(inputs.ids, torch.zeros(3, dtype=torch.int32), None, inputs.rows, 0, -1)
+        with rtkernels.batch_invariant(3):
+            rtkernels.embedding_grad_(torch.zeros(4, 8), torch.tensor([1, 1, 3]), torch.ones(3, 8))
 
 
 @at("sm_90", "cuda")

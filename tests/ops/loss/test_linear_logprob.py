@@ -280,3 +280,49 @@ def emulated_coverage() -> None:
     with rtkernels.emulate("sm_90"):
         linear_logprob(hidden.clone().requires_grad_(), weight, ids, bias=bias).sum().backward()
         tiles.PARTS_OF_TILES(hidden.view(10, 16), weight, ids.view(10, 1), IGNORED, 1003, 0, False, 1.0, 0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["stats", "logits"])
+def test_graph_capture_and_replay(save: str) -> None:
+    hidden, weight = (torch.randn(rows, 256, device="cuda").bfloat16() for rows in (300, 2000))
+    ids = torch.randint(0, 2000, (300,), device="cuda")
+
+    def both() -> tuple[Tensor, ...]:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        logprob = linear_logprob(*leaves, ids, save=save)
+        return logprob.detach(), *torch.autograd.grad(logprob.sum(), leaves)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    hidden.copy_(torch.randn_like(hidden))
+    graph.replay()
+    for one, other in zip(found, both(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_peak_memory() -> None:
+    """Gradients, sums of hidden's gradient in fp32, and a slab: no logits of all rows."""
+    rows, size, vocabulary = 4096, 1024, 65536
+    hidden, weight = (torch.randn(n, size, device="cuda").bfloat16().requires_grad_() for n in (rows, vocabulary))
+    ids = torch.randint(0, vocabulary, (rows,), device="cuda")
+
+    def both() -> None:
+        hidden.grad = weight.grad = None
+        linear_logprob(hidden, weight, ids, return_entropy=True, chunk_bytes=64 << 20)[0].sum().backward()
+
+    both()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    taken = torch.cuda.max_memory_allocated() - before
+    gradients = 2 * size * (rows + vocabulary) + 4 * rows * size
+    assert taken <= 1.1 * (gradients + (64 << 20)) < 2 * rows * vocabulary

@@ -41,6 +41,12 @@ template <int B>
 RTK_DEVICE void ld_keep_if(bool wanted, u32& word, const void* p) {
     if (wanted) word = ld_keep<B>(p).w[0];
 }
+RTK_DEVICE void ld_pair_if(bool wanted, float& x, float& y, const float* p) {
+    if (wanted) x = p[0], y = p[1];
+}
+RTK_DEVICE void ld_float_if(bool wanted, float& x, const float* p) {
+    if (wanted) x = p[0];
+}
 RTK_DEVICE void ld_stream_16_if(bool wanted, Raw<16>& r, const void* p, u64) {
     if (wanted) r = ld_keep<16>(p);
 }
