@@ -20,7 +20,7 @@ from bench.sweep import command as sweep_command
 from rtkernels.runtime.progress import Bar
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
-E2E = ("train", "infer", "parity", "post", "plot", "record")
+E2E = ("train", "families", "infer", "parity", "post", "plot", "record")
 # Default peers of `check`: without inductor, which would compile every row for minutes.
 CHECKED = ["torch", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla"]
 
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
-    commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; `e2e train --help`")
+    commands.add_parser("e2e", help=f"e2e {', '.join(E2E)}: whole models; `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table, pages and pictures of docs/, expected gains")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
