@@ -39,7 +39,7 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     return _alike(rows, max(hidden, _SMALL // (vocabulary * itemsize), 1))
 
 
-def few_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 2) -> int:
+def rounding_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 2) -> int:
     """Return the rows of at most four chunks, whose logits take half of the weight's memory or more.
 
     Their gradients of the weight are added in its own dtype. 0 if there are so many rows that sums in fp32, with chunks
@@ -165,8 +165,8 @@ def _by_rule(chunk_rows: int, in_fp32: bool, rows: int, weight: Tensor, need_wei
         return chunk_rows, in_fp32
     vocabulary, size = weight.shape
     itemsize = weight.element_size()
-    if need_weight and not in_fp32 and not level() and (few := few_chunk_rows(rows, size, vocabulary, itemsize)):
-        return few, False
+    if need_weight and not in_fp32 and not level() and (found := rounding_chunk_rows(rows, size, vocabulary, itemsize)):
+        return found, False
     chunk_rows = default_chunk_rows(rows, size if need_weight else 0, vocabulary, itemsize)
     return chunk_rows, chunk_rows < rows
 

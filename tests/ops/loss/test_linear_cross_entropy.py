@@ -158,7 +158,7 @@ def test_chunk_rule() -> None:
 
 
 def test_rule_of_few_chunks() -> None:
-    rule = linear.few_chunk_rows
+    rule = linear.rounding_chunk_rows
     assert rule(8192, 4096, 151936) == 2048
     assert rule(16384, 4096, 151936) == 4096 and rule(32768, 4096, 151936) == 8192
     assert rule(32769, 4096, 151936) == 0  # sums in fp32 take no more memory
