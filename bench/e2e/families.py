@@ -27,6 +27,7 @@ from bench.e2e.train import LEARNING_RATE
 # Liger last: it patches functions of transformers' modules for everything behind it.
 ARMS = ("compile", "hf", "ours", "ours_fused", "fp8", "liger")
 _CHARACTERS = 3_000_000  # of the text
+_UPDATED = "llama_like"  # with --warm, the only one with an optimizer, whose state would not fit for all at a time
 _RETRIES = 6  # of a warm-up without memory: other processes end
 
 
@@ -65,18 +66,20 @@ class Arm:
             )
             backend = "aot_eager" if args.tiny and self.device == "cpu" else "inductor"
             self.prepared, self.note = arms.prepare(arm, model, backend=backend)
-            self.loss, self.optimizer = arms.loss_of(self.prepared), arms.optimizer(arm, model, LEARNING_RATE)
+            self.loss, self.optimizer = arms.loss_of(self.prepared), None
+            if not args.warm or family == _UPDATED:
+                self.optimizer = arms.optimizer(arm, model, LEARNING_RATE)
             corpus = Corpus(args.vocab, limit=_CHARACTERS)
             self.batches = [corpus.batch(i, args.tokens, args.seq).to(self.device) for i in range(4)]
         self.losses: list[Any] = []
 
-    def step(self, update: bool = True) -> list[Any]:
+    def step(self) -> list[Any]:
         """Run a step; return timestamps before it, behind its backward pass and behind the update, and host seconds."""
         began, marks = time.perf_counter(), [processes.mark(self.device)]
         loss = self.loss(self.batches[len(self.losses) % len(self.batches)])
         loss.backward()
         marks.append(processes.mark(self.device))
-        if update:
+        if self.optimizer is not None:
             self.optimizer.step()
         self.losses.append(loss.detach())
         return [*marks, processes.mark(self.device), time.perf_counter() - began]
@@ -131,10 +134,10 @@ def measure(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def warm(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run two steps; without updates, whose state would not fit beside that of others, but in one family."""
+    """Run two steps."""
     trained = Arm(arm, family, args)
     for _ in range(2):
-        trained.step(update=family == "llama_like")
+        trained.step()
     processes.wait(trained.device)
     return {}
 
