@@ -69,7 +69,7 @@ class Arm:
             self.loss, self.optimizer = arms.loss_of(self.prepared), None
             if not args.warm or family == _UPDATED:
                 self.optimizer = arms.optimizer(arm, model, LEARNING_RATE)
-            corpus = Corpus(args.vocab, limit=_CHARACTERS)
+            corpus = Corpus(args.vocab, limit=_CHARACTERS // (50 if args.tiny else 1))
             self.batches = [corpus.batch(i, args.tokens, args.seq).to(self.device) for i in range(4)]
         self.losses: list[Any] = []
 
