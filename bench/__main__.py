@@ -266,7 +266,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import expected, headline, html, models_page, pictures, readme
+    from bench.report import expected, headline, html, models_page, pictures, readme, strong_peers
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -278,7 +278,9 @@ def _readme(args: argparse.Namespace) -> int:
     owners = html.owners()
     drawn = pictures.all_pictures(numbers, owners, e2e, policy)
     fresh = {
-        top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
+        top: readme.rewritten(
+            top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy, strong_peers.recorded(file.stem))
+        ),
         docs / "performance.md": readme.page(numbers, rows, sorted(drawn)),
         docs / "performance.html": html.page(html.entries([numbers], owners, released)),
         docs / "measured_models.md": models_page.page(e2e, policy),
