@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--record", action="store_true", help="take the rows over into bench/results/<gpu>.json")
     run.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the others")
     run.add_argument("--missing", action="store_true", help="only rows that bench/results does not have")
+    run.add_argument("--without-peak", action="store_true", help="only products whose record has no peak of its run")
     run.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     run.add_argument("--jobs", type=int, help="processes that compile everything before (default: 6 with --record)")
     run.add_argument("--part", help=argparse.SUPPRESS)
@@ -109,7 +110,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.missing:
         wanted = {row.label for row in records.missing(pool, meta.RESULTS)}
         rows = [row for row in rows if row.label in wanted]
-    with_host = not args.missing and (args.rows is None or re.search(args.rows, "host") is not None)
+    if args.without_peak:
+        wanted = {row.label for row in records.without_peak(pool, meta.RESULTS)}
+        rows = [row for row in rows if row.label in wanted]
+    with_host = not (args.missing or args.without_peak) and (
+        args.rows is None or re.search(args.rows, "host") is not None
+    )
     if not rows and not with_host:
         labels = "\n  ".join(row.label for row in pool)
         print(f"bench run: no row matches {args.rows!r}; rows:\n  host\n  {labels}", file=sys.stderr)
