@@ -9,13 +9,17 @@ with the device given to others in between, and the fastest of these runs counts
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from bench.e2e.train import LEARNING_RATE
 ARMS = ("compile", "hf", "ours", "ours_fused", "fp8", "liger")
 _CHARACTERS = 3_000_000  # of the text
 _UPDATED = "llama_like"  # with --warm, the only one with an optimizer, whose state would not fit for all at a time
+_PROCESSES = 3  # of a family: each arm that hangs ends one
 _RETRIES = 6  # of a warm-up without memory: other processes end
 
 
@@ -42,11 +47,27 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--runs", type=int, default=3, help="of each arm but hf, which has one")
     options.add_argument("--steps", type=int, default=4, help="of a run, the first not measured")
     options.add_argument("--jobs", type=int, default=3, help="families at a time")
+    options.add_argument("--limit", type=float, default=45, help="seconds for the first step of an arm")
     options.add_argument("--warm", action="store_true", help="compile only")
     options.add_argument("--tiny", action="store_true", help="small, on the CPU where there is no GPU")
     options.add_argument("--out", type=Path, required=True, help="folder of result files")
+    options.add_argument("--continue", dest="goes_on", action="store_true", help="keep the arms that result files have")
     options.add_argument("--one", help=argparse.SUPPRESS)
     return options
+
+
+@contextmanager
+def _limited(place: Any, seconds: float) -> Iterator[None]:
+    """Enter a place, then end this process with a traceback if it takes longer; waiting for the place does not count.
+
+    A process that hangs would keep all others from the device.
+    """
+    with place:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 class Arm:
@@ -60,7 +81,7 @@ class Arm:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        with processes.sharing():
+        with _limited(processes.sharing(), args.limit):
             model = arms.build(
                 family, args.vocab, args.seq, tiny=args.tiny, device=self.device, dtype=dtype, layers=args.layers
             )
@@ -97,17 +118,13 @@ def measure(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
 
     trained = Arm(arm, family, args)
     cuda, began = trained.device == "cuda", time.perf_counter()
-    if arm == "compile":  # mostly work of the host
+    with _limited(nullcontext() if arm == "compile" else processes.sharing(), args.limit):  # compiling is host work
         trained.step()
         processes.wait(trained.device)
-    else:
-        with processes.sharing():
-            trained.step()
-            processes.wait(trained.device)
     first = time.perf_counter() - began
     runs, memory = [], {}
     for number in range(1 if arm == "hf" else args.runs):
-        with processes.alone():
+        with _limited(processes.alone(), args.limit / 2):
             if cuda and number == 0:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -135,6 +152,7 @@ def measure(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def warm(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run two steps."""
+    args.limit = 600
     trained = Arm(arm, family, args)
     for _ in range(2):
         trained.step()
@@ -174,20 +192,26 @@ def _tried(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
 def one(args: argparse.Namespace) -> int:
     """Measure, or warm up, the arms of one family in this process."""
     began, family = time.perf_counter(), args.one
+    processes.PATIENCE = args.limit
     from bench.e2e import arms
 
     arms.quiet()
     head = {
         "kind": "train", "model": family, "layers": args.layers, "tokens": args.tokens, "seq": args.seq, "cold": False,
     }  # fmt: skip
+    path = args.out / f"train-{family}.json"
     result: dict[str, Any] = {**head, "environment": meta.environment(), "arms": {}}
-    for arm in args.arms.split(","):
+    if args.goes_on and path.exists():
+        result["arms"] = json.loads(path.read_text())["arms"]
+    for arm in (arm for arm in args.arms.split(",") if arm not in result["arms"]):
+        if not args.warm:  # for the process behind this one, should this one hang
+            processes.write(path, {**result, "arms": {**result["arms"], arm: {"failed": "did not end"}}})
         result["arms"][arm] = _tried(arm, family, args)
         _free()
         print(f"{_line(family, arm, result['arms'][arm])}{time.perf_counter() - began:7.0f} s", flush=True)
         if not args.warm:
             result["gates"] = gates.gates(family, result["arms"])
-            processes.write(args.out / f"train-{family}.json", result)
+            processes.write(path, result)
     return 0
 
 
@@ -226,15 +250,17 @@ def main(argv: list[str] | None = None) -> int:
     passed = [word for word in (sys.argv[1:] if argv is None else argv) if word != "families"]
     with tempfile.TemporaryDirectory() as folder:
         lock = {} if args.warm else {processes.LOCK: str(Path(folder) / "lock")}
-        running: list[subprocess.Popen[bytes]] = []
-        for more in _commands(args):
-            while len(running) >= args.jobs:
-                running = [process for process in running if process.poll() is None]
-                time.sleep(0.1)
-            command = [sys.executable, "-m", "bench.e2e.families", *passed, *more]
-            running.append(subprocess.Popen(command, env={**os.environ, **lock}))
-        for process in running:
-            process.wait()
+        waiting, running = _commands(args), []
+        while waiting or running:
+            while waiting and len(running) < args.jobs:
+                more = waiting.pop(0)
+                command = [sys.executable, "-m", "bench.e2e.families", *passed, *more]
+                running.append((subprocess.Popen(command, env={**os.environ, **lock}), more))
+            time.sleep(0.1)
+            for process, more in [pair for pair in running if pair[0].poll() is not None]:
+                running.remove((process, more))
+                if process.returncode and not args.warm and len(more) < _PROCESSES + 2:  # the arms behind one that hung
+                    waiting.append([*more, "--continue"])
     return 0
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PATIENCE: float | None = None  # seconds to wait for others; None: without end
 LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
 
 
@@ -133,9 +134,24 @@ def _locked(exclusive: bool) -> Iterator[None]:
         return
     import fcntl
 
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        if PATIENCE is None:
+            fcntl.flock(file, kind)
+        else:
+            _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB), PATIENCE)
         yield
+
+
+def _wait_for(lock: Callable[[], None], seconds: float) -> None:
+    """Take a lock; after some seconds, say so and go on without it."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        try:
+            return lock()
+        except BlockingIOError:
+            time.sleep(0.01)
+    print(f"the device was not free for {seconds:g} s; going on without waiting", file=sys.stderr, flush=True)
 
 
 def _without_out(argv: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.e2e import families, gates, record
+from bench.e2e import families, gates, processes, record
 from bench.e2e.arms import FAMILIES
 from bench.report import models_page
 
@@ -59,6 +59,41 @@ def test_arms_of_a_family_in_one_process(tmp_path: Path, capsys: pytest.CaptureF
     assert record.main([str(tmp_path / "train-llama_like.json"), "--to", str(accepted)]) == 0
     assert "train llama_like, 1 layers" in json.loads(accepted.read_text())["results"]
     assert families.main([*options[:-1], "ours", "--warm"]) == 0 and "ran" in capsys.readouterr().out
+
+
+def test_nobody_waits_for_a_process_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(processes.LOCK, str(tmp_path / "lock"))
+    monkeypatch.setattr(processes, "PATIENCE", 0.05)
+    with processes.alone():
+        with processes.sharing():
+            pass
+    assert "not free for 0.05 s" in capsys.readouterr().err
+    with processes.sharing(), processes.sharing():
+        pass
+    assert not capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError), families._limited(processes.alone(), 60.0):
+        raise ZeroDivisionError  # and no process ends a minute later
+
+
+def test_arms_behind_one_that_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends without a result is followed by one for the arms that are left."""
+    given: list[list[str]] = []
+
+    class Process:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            given.append(command[3:])
+            self.returncode = 1 if len(given) == 1 else 0
+
+        def poll(self) -> int:
+            return self.returncode
+
+    monkeypatch.setattr(families.subprocess, "Popen", Process)
+    assert families.main(["--out", str(tmp_path), "--models", "llama_like", "--arms", "hf,ours"]) == 0
+    assert len(given) == 2 and given[1] == [*given[0], "--continue"]
+    given.clear()
+    assert families.main(["--out", str(tmp_path), "--models", "llama_like", "--warm"]) == 0 and len(given) == 3
 
 
 def test_table_of_the_docs() -> None:
