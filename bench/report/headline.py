@@ -115,7 +115,7 @@ def _ops(accepted: dict[str, Any], strong: dict[str, Any] | None) -> list[list[s
             if r is not None and report.ranked(r)
         ]  # fmt: skip
         if found:
-            ranked, least, date = min(found, key=lambda item: item[0][0][1] / item[1]["us"])
+            ranked, row, date = min(found, key=lambda item: item[0][0][1] / item[1]["us"])
             peers = {_OP_PEERS.get(peer, peer): us for peer, us in ranked[::-1]}
-            body.append(_line("op", what, least["us"], peers, "µs", date))
+            body.append(_line("op", what, row["us"], peers, "µs", date))
     return body
