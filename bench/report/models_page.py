@@ -85,7 +85,7 @@ def _families(found: dict[str, dict[str, Any]]) -> list[str]:
         f"ms per step / peak GiB, {first['tokens']} tokens in sequences of {first['seq']}, a few layers in the shape",
         "of each family (`bench/e2e/arms.py`), all arms back to back in one process; fastest of three runs. Limits:",
         "patched at most torch.compile's and Liger's time and 1.03 of Liger's memory; `fused_layers`, `attention` at",
-        "most the time of patched.",
+        "most the time of patched. -: did not end in that run.",
         "",
         *report.table(["", *(_ARMS[arm] for arm in arms)], body),
         "",
