@@ -20,7 +20,7 @@ from bench.sweep import command as sweep_command
 from rtkernels.runtime.progress import Bar
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
-E2E = ("train", "infer", "parity", "post", "plot", "record")
+E2E = ("train", "families", "infer", "parity", "post", "plot", "record")
 # Default peers of `check`: without inductor, which would compile every row for minutes.
 CHECKED = ["torch", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla"]
 
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--record", action="store_true", help="take the rows over into bench/results/<gpu>.json")
     run.add_argument("--resume", action="store_true", help="keep the rows of --out, measure the others")
     run.add_argument("--missing", action="store_true", help="only rows that bench/results does not have")
+    run.add_argument("--without-peak", action="store_true", help="only products whose record has no peak of its run")
     run.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     run.add_argument("--jobs", type=int, help="processes that compile everything before (default: 6 with --record)")
     run.add_argument("--part", help=argparse.SUPPRESS)
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("files", nargs="+", type=Path)
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
-    commands.add_parser("e2e", help="e2e train, infer, parity, post, plot, record: whole models; `e2e train --help`")
+    commands.add_parser("e2e", help=f"e2e {', '.join(E2E)}: whole models; `e2e train --help`")
     tables = commands.add_parser("readme", help="write the README's table, pages and pictures of docs/, expected gains")
     tables.add_argument("--check", action="store_true", help="write nothing; exit with 1 if they are not up to date")
     tables.add_argument("--plot", type=Path, metavar="PNG", help="also draw these rows")
@@ -110,7 +111,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.missing:
         wanted = {row.label for row in records.missing(pool, meta.RESULTS)}
         rows = [row for row in rows if row.label in wanted]
-    with_host = not args.missing and (args.rows is None or re.search(args.rows, "host") is not None)
+    if args.without_peak:
+        wanted = {row.label for row in records.without_peak(pool, meta.RESULTS)}
+        rows = [row for row in rows if row.label in wanted]
+    with_host = not (args.missing or args.without_peak) and (
+        args.rows is None or re.search(args.rows, "host") is not None
+    )
     if not rows and not with_host:
         labels = "\n  ".join(row.label for row in pool)
         print(f"bench run: no row matches {args.rows!r}; rows:\n  host\n  {labels}", file=sys.stderr)
@@ -267,7 +273,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from bench.report import expected, headline, html, models_page, pictures, readme
+    from bench.report import expected, headline, html, models_page, pictures, readme, strong_peers
     from bench.rows import all_rows
 
     (file,) = meta.RESULTS.glob("*.json")
@@ -279,7 +285,9 @@ def _readme(args: argparse.Namespace) -> int:
     owners = html.owners()
     drawn = pictures.all_pictures(numbers, owners, e2e, policy)
     fresh = {
-        top: readme.rewritten(top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy)),
+        top: readme.rewritten(
+            top.read_text(encoding="utf-8"), headline.headline(numbers, e2e, policy, strong_peers.recorded(file.stem))
+        ),
         docs / "performance.md": readme.page(numbers, rows, sorted(drawn)),
         docs / "performance.html": html.page(html.entries([numbers], owners, released)),
         docs / "measured_models.md": models_page.page(e2e, policy),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from bench.e2e.arms import FAMILIES
+
 # Arm, the arm it is compared with, the quantity, and the limit for dense and for MoE models.
 SPEED = (
     ("ours_fused", "hf", 1.50, 1.60),
@@ -14,6 +16,12 @@ SPEED = (
     ("fp8", "ours_fused", 1.10, 1.05),
 )
 MEMORY = (("ours_fused", "hf", 0.50, 0.65), ("ours_fused", "liger", 1.03, 1.03), ("fp8", "ours_fused", 0.97, 1.00))
+# Limits of the time of a step and of peak memory in `bench e2e families`.
+FAMILY_TIME = (
+    ("ours", "compile", 1.0), ("ours_fused", "compile", 1.0), ("ours", "liger", 1.0), ("ours_fused", "ours", 1.0),
+    ("fp8", "ours_fused", 1.0),
+)  # fmt: skip
+FAMILY_MEMORY = (("ours", "liger", 1.03), ("ours_fused", "liger", 1.03), ("fp8", "liger", 1.03))
 # Share of hf's loss in the first step, with equal weights and batch. `bench e2e parity` compares later losses.
 LOSS = {"ours": 1e-3, "ours_fused": 1e-3, "ours_compile": 1e-3, "fp8": 5e-3}
 BF16_LOSS, HELD_OUT, SPREAD, COSINE, NORM = 1e-3, 5e-3, 1e-2, 0.97, 0.03
@@ -27,6 +35,8 @@ def gates(model: str, arms: dict[str, dict[str, Any]], starts: bool = True, cold
     Without `starts`, the time to the first step says nothing: processes were started at the same time. With `cold`,
     the cache of our kernels was empty.
     """
+    if model in FAMILIES:
+        return family_gates(arms)
     at, result = (2 if model == "dense" else 3), []
 
     def add(name: str, value: float, must: float, passed: bool) -> None:
@@ -53,6 +63,25 @@ def gates(model: str, arms: dict[str, dict[str, Any]], starts: bool = True, cold
         add(f"first step, ours_fused, {'cold' if cold else 'warm'}, s", value, must, value <= must)
     if starts and not cold and first and other:
         add("first step, ours_fused - hf, s", first - other, WARM_START_S, first - other <= WARM_START_S)
+    return result
+
+
+def family_gates(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the gates of ``bench e2e families`` with their values; those without data are left out."""
+    result = []
+    tables = (("time", "step_ms", FAMILY_TIME), ("peak memory", "peak_mib", FAMILY_MEMORY))
+    found = [
+        (f"{what}, {first} : {second}", arms[first][key] / arms[second][key], must)
+        for what, key, table in tables
+        for first, second, must in table
+        if arms.get(first, {}).get(key) and arms.get(second, {}).get(key)
+    ]
+    wanted = arms.get("hf", {}).get("losses")
+    for arm, must in LOSS.items():
+        if wanted and (losses := arms.get(arm, {}).get("losses")):
+            found.append((f"first loss, {arm} : hf", abs(losses[0] / wanted[0] - 1), must))
+    for name, value, must in found:
+        result.append({"gate": name, "value": round(value, 4), "must": must, "passed": value <= must})
     return result
 
 

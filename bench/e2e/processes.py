@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
+PATIENCE: float | None = None  # seconds to wait for others; None: without end
+LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
 
 
 def add_model_options(parser: argparse.ArgumentParser, models: Iterable[str], arms: Sequence[str]) -> None:
@@ -55,7 +56,7 @@ def records(
     times are then meaningless.
     """
     with tempfile.TemporaryDirectory() as folder:
-        lock = {_LOCK: str(Path(folder) / "lock")} if together else {}
+        lock = {LOCK: str(Path(folder) / "lock")} if together else {}
         environment = {**lock, **os.environ, **(environment or {})}
         started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for arm in arms if together else ():
@@ -127,15 +128,30 @@ def sharing() -> Iterator[None]:
 
 @contextmanager
 def _locked(exclusive: bool) -> Iterator[None]:
-    path = os.environ.get(_LOCK)
+    path = os.environ.get(LOCK)
     if path is None:
         yield
         return
     import fcntl
 
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        if PATIENCE is None:
+            fcntl.flock(file, kind)
+        else:
+            _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB), PATIENCE)
         yield
+
+
+def _wait_for(lock: Callable[[], None], seconds: float) -> None:
+    """Take a lock; after some seconds, say so and go on without it."""
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        try:
+            return lock()
+        except BlockingIOError:
+            time.sleep(0.01)
+    print(f"the device was not free for {seconds:g} s; going on without waiting", file=sys.stderr, flush=True)
 
 
 def _without_out(argv: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ def options(args: argparse.Namespace) -> list[str]:
     given = [f"--rows={args.rows}"] if args.rows is not None else []
     if args.peers is not None:
         given.append(f"--peers={','.join(args.peers) or 'none'}")
-    return [*given, *["--missing"] * args.missing]
+    return [*given, *["--missing"] * args.missing, *["--without-peak"] * args.without_peak]
 
 
 def all_parts(arguments: list[str], jobs: int, seconds: float) -> None:

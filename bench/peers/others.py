@@ -40,6 +40,21 @@ def _fla_backward(dy: Any, q: Any, k: Any, v: Any, decay: Any, **_: Any) -> Call
     return lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)
 
 
+def _fla_delta_forward(q: Any, k: Any, v: Any, g: Any, beta: Any, **_: Any) -> Call:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return lambda: chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+def _fla_delta_backward(dy: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **_: Any) -> Call:
+    import torch
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    leaves = [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
+    out = chunk_gated_delta_rule(*leaves[:3], g=leaves[3], beta=leaves[4], use_qk_l2norm_in_kernel=True)[0]
+    return lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)
+
+
 def _torchao(recipe: str) -> Any:
     def prepare(x: Any, weight: Any, dy: Any, **_: Any) -> Call:
         """Forward and both gradients of its fp8 linear layer, compiled, as its documentation recommends."""
@@ -69,6 +84,8 @@ ADAPTERS: Table = {
     "scaled_mm": {"deepgemm": _deepgemm},
     "lightning_attention_fwd": {"fla": _fla_forward},
     "lightning_attention_bwd": {"fla": _fla_backward},
+    "gated_delta_rule_fwd": {"fla": _fla_delta_forward},
+    "gated_delta_rule_bwd": {"fla": _fla_delta_backward},
     "fp8_linear_row": {"torchao": _torchao("rowwise")},
     "fp8_linear_tensor": {"torchao": _torchao("tensorwise")},
     "fp8_linear_block": {"torchao": absent("TorchAO trains with scales of tensors and rows")},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.e2e.arms import FAMILIES
 from bench.report import tables as report
 
 _ARMS = {
@@ -52,11 +53,46 @@ def page(e2e: dict[str, Any], policy: dict[str, Any]) -> str:
     lines = [_INTRODUCTION, ""]
     for kind, title in _TITLES.items():
         found = {name: result for name, result in sorted(e2e["results"].items()) if name.startswith(kind)}
+        families = {name: found.pop(name) for name in list(found) if found[name]["model"] in FAMILIES}
         if found:
             lines += [f"## {title}", "", *_NOTES[kind], ""]
             for name, result in found.items():
                 lines += [f"### {name.removeprefix(kind).strip()}", "", *_table(kind, result), "", _source(result), ""]
+        lines += _families(families)
     return "\n".join([*lines, *_policy(policy), ""])
+
+
+def _families(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The table of ``bench e2e families``: ms per step and peak GiB of each arm, what misses a gate in words."""
+    if not found:
+        return []
+    arms = [arm for arm in _ARMS if any(arm in result["arms"] for result in found.values())]
+
+    def cell(record: dict[str, Any]) -> str:
+        if "step_ms" not in record:
+            return "absent" if "absent" in record else "-"
+        return f"{record['step_ms']:.1f} / {record['peak_mib'] / 1024:.1f}"
+
+    body = [[name.removeprefix("train "), *(cell(r["arms"].get(arm, {})) for arm in arms)] for name, r in found.items()]
+    missed = [
+        f"* {name.removeprefix('train ')}: {gate['gate']} {gate['value']:g}, limit {gate['must']:g}"
+        for name, result in found.items() for gate in result["gates"] if not gate["passed"]
+    ]  # fmt: skip
+    first = next(iter(found.values()))
+    return [
+        "## Six families",
+        "",
+        f"ms per step / peak GiB, {first['tokens']} tokens in sequences of {first['seq']}, a few layers in the shape",
+        "of each family (`bench/e2e/arms.py`), all arms back to back in one process; fastest of three runs. Limits:",
+        "patched at most torch.compile's and Liger's time and 1.03 of Liger's memory; `fused_layers`, `attention` at",
+        "most the time of patched. -: did not end in that run.",
+        "",
+        *report.table(["", *(_ARMS[arm] for arm in arms)], body),
+        "",
+        *(["Missed:", "", *missed, ""] if missed else []),
+        *dict.fromkeys(_source(result) for result in found.values()),
+        "",
+    ]
 
 
 def _source(result: dict[str, Any]) -> str:

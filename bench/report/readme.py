@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bench import meta
+from bench.report import strong_peers
 from bench.report import tables as report
 from bench.report.headline import HEAD
 from bench.rows.row import Row
@@ -175,6 +176,7 @@ def page(accepted: dict[str, Any], rows: Iterable[Row], pictures: Iterable[str] 
     lines += _pictures(pictures) if pictures else ()
     for title, fresh in zip(("By width", "Other ops", "Mixture of experts"), tables(measured, rows), strict=True):
         lines += [f"## {title}", "", *fresh, ""]
+    lines += strong_peers.lines(gpu)
     if accepted["layers"]:
         lines += ["## Whole layers", "", *_layers(accepted["layers"]), ""]
     if accepted["host"]:

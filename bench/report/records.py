@@ -26,6 +26,16 @@ def missing(rows: Iterable[Row], folder: Path) -> list[Row]:
     return [row for row in rows if (row.name, row.shape) not in known]
 
 
+def without_peak(rows: Iterable[Row], folder: Path) -> list[Row]:
+    """Return the rows of products and attention that were recorded without the peak of the tensor cores."""
+    known = {
+        (r["row"], r["shape"]): "of_peak" in r
+        for file in sorted(folder.glob("*.json"))
+        for r in accepted.load(file)["rows"]
+    }
+    return [row for row in rows if row.flops and known.get((row.name, row.shape)) is False]
+
+
 def interrupted(path: Path) -> dict[str, Any] | None:
     """Return the result that a run continues; None if there is no file.
 

@@ -195,6 +195,8 @@ def _read_by_own(module: nn.Module, kwargs: dict[str, Any], s_aux: Tensor | None
     """Return the arguments of a call that only the model's own attention would read."""
     names, sinks = _only_own(_class_of(module))
     found = {name for name in names if kwargs.get(name) is not None}
+    if kwargs.get("output_attentions") and _own_function(_class_of(module)) is not None:  # ours returns no weights
+        found.add("output_attentions")
     return found | {"sinks"} if sinks and s_aux is None and getattr(module, "sinks", None) is not None else found
 
 
@@ -341,6 +343,22 @@ def replace_attention(model: nn.Module) -> None:
         for module in model.modules()
         if has_known_masks(module)
     ]
+
+
+def replace_only_eager(model: nn.Module) -> bool:
+    """Replace the attention of a model with sinks, eager as transformers has no other; return True if so."""
+    config = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) != "eager" or getattr(config, "output_attentions", False):
+        return False
+    if getattr(model, "_supports_sdpa", True) or not getattr(model, "_supports_attention_backend", False):
+        return False
+    if not any(getattr(m, "sinks", None) is not None and _only_own(_class_of(m))[1] for m in model.modules()):
+        return False
+    try:
+        replace_attention(model)
+    except NotRecognized:
+        return False
+    return True
 
 
 def restore_attention(model: nn.Module) -> None:

@@ -94,8 +94,8 @@ def _first_call(model: nn.Module, args: Any) -> None:
 @torch.enable_grad()  # modules are tested with gradients, whatever mode the caller is in
 def patch(
     model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-    experts: bool = True, mixer: bool = True, router: bool = False, fused_layers: bool = False, attention: bool = False,
-    fp8: bool | str | Recipe | None = None, strict: bool = False,
+    experts: bool = True, mixer: bool = True, router: bool = False, fused_layers: bool = False,
+    attention: bool | None = None, fp8: bool | str | Recipe | None = None, strict: bool = False,
 ) -> PatchReport:  # fmt: skip
     """Make a ``transformers`` model compute with rtkernels' ops. Changes this model in place, and no other.
 
@@ -121,8 +121,9 @@ def patch(
             source of its forward is one of those known here. The weights of fused projections are moved into one block
             of memory and remain separate parameters.
         attention: Use :func:`rtkernels.attention` instead of the model's attention, and capture the decoding steps of
-            ``generate()`` in CUDA graphs. Off by default: in training it is about as fast as cuDNN's attention, and it
-            has no dropout.
+            ``generate()`` in CUDA graphs. By default (None) only in models with sinks (GPT-OSS) that use eager
+            attention because transformers has no other for them, and without capturing. In other models it is about as
+            fast in training as cuDNN's attention, and it has no dropout.
         fp8: Multiply fp8 codes in linear layers, forward and backward. True or "block" (one scale per 128 activations
             and per 128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` for more options. The head and layers
             too small to gain are left alone. Parameters and gradients keep their dtypes.
@@ -172,7 +173,10 @@ def patch(
         elif mlp and recognize.is_activation(module) and not _is_inlined(inner, name):
             if not isinstance(patcher.answer("mlp", module, recognize.activation), str):
                 patcher.visit("mlp", name, module, recognize.activation)
-    if attention:
+    by_itself = attention is None and attentions.replace_only_eager(inner)
+    if by_itself:
+        patcher.record("attention", "", inner, None)
+    elif attention:
         patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
         if _gathers_weights(inner):
@@ -185,10 +189,10 @@ def patch(
         fusing.fuse(inner, patcher.record)
     if loss and losses.takes_labels(inner):
         patcher.attempt("loss", "", inner, partial(losses.replace_loss, inner))
-    asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)])
+    asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)] or (by_itself and kind == "attention"))
     result = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = result
-    if result.replaced["attention"]:
+    if attention and result.replaced["attention"]:
         replace_generation(inner, result)
     inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
@@ -222,7 +226,8 @@ def _in_vain(result: PatchReport, model: nn.Module) -> str:
     """Return a warning if nothing was replaced, or nothing of an explicitly requested kind; else ""."""
     if not result.replaced:
         return f"nothing was replaced in this {type(model).__name__}, which computes as before"
-    missing = [_OPTIONS.get(kind, kind) for kind in _UNLESS_ASKED if kind in result.asked and not result.replaced[kind]]
+    asked = [kind for kind in _UNLESS_ASKED if result.options[_OPTIONS.get(kind, kind)]]
+    missing = [_OPTIONS.get(kind, kind) for kind in asked if not result.replaced[kind]]
     return f"{', '.join(f'{name}=' for name in missing)} found nothing to replace in this model" if missing else ""
 
 

@@ -108,6 +108,11 @@ def test_missing_rows_are_listed(
     accepted.save(numbers, tmp_path / "h200.json")
     rows = [scale_row(), backward_row(), scale_row(shape="9x9")]
     assert [row.shape for row in records.missing(rows, tmp_path)] == ["9x9"]
+    products = [scale_row(flops=10), backward_row()]
+    assert records.without_peak(products, tmp_path) == products[:1]
+    numbers["rows"][0]["of_peak"] = 0.5
+    accepted.save(numbers, tmp_path / "h200.json")
+    assert records.without_peak(products, tmp_path) == []
     numbers["runs"][0]["commit"] = None
     accepted.save(numbers, tmp_path / "h200.json")
     assert records.missing(rows, tmp_path) == rows
@@ -194,8 +199,8 @@ def test_warm_calls_ours_and_every_peer(monkeypatch: pytest.MonkeyPatch) -> None
     called.clear()
     assert warm.part([row], "1/2", bench_with(FakeTimer(), []), [row], 60.0) == 0 and not called
     assert warm.part([scale_row(make=lambda d, g: 1 / 0)], "0/1", bench_with(FakeTimer(), []), [row], 60.0) == 0
-    args = cli.parser().parse_args(["run", "--rows", "a|b", "--peers", "none", "--missing"])
-    assert warm.options(args) == ["--rows=a|b", "--peers=none", "--missing"]
+    args = cli.parser().parse_args(["run", "--rows", "a|b", "--peers", "none", "--missing", "--without-peak"])
+    assert warm.options(args) == ["--rows=a|b", "--peers=none", "--missing", "--without-peak"]
 
 
 def test_a_run_is_continued(tmp_path: Path) -> None:

@@ -70,6 +70,10 @@ def sage_attention(
     ``quantize_qk``, ``quantize_v`` and ``attention_quantized`` in one call. Differentiable: the gradients are those of
     ``attention`` for the original q, k and v, whose forward pass is recomputed in the backward pass.
 
+    It is for models and code that expect the numbers of 8-bit attention. On an H200 ``attention`` in bf16 is faster
+    with heads of up to 128: the 8-bit kernel alone has 0.71 to 0.93 of its speed, and q and k are quantised first. With
+    heads of 192 and values of 128 that kernel is 1.14 times as fast.
+
     Args:
         q: bfloat16 or float16 [batch, queries, heads, width]; width a multiple of 16 up to 128.
         k: Like q, with keys instead of queries; the number of its heads divides that of q.

@@ -78,13 +78,16 @@ def linear_cross_entropy(
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` without storing all logits.
 
     Uses torch's GEMMs and the kernels of ``cross_entropy``, which overwrite logits with their gradient. All sums are in
-    fp32 and every gradient is rounded once. The memory depends on the number of rows:
+    fp32, and gradients are rounded once, except that of a 16-bit weight with many rows. Its memory and rounding:
 
-    - up to ``2 * hidden size`` rows, logits are computed in slabs of the vocabulary, and the weight's gradient reuses
-      the memory of finished slabs: 1.6 times the weight's memory in total; up to 30 % of the logits are computed twice;
-    - with more rows, chunks of ``hidden size`` rows are accumulated in an fp32 gradient of the weight, which is rounded
-      at the end: three times the weight's memory in total;
-    - with `chunk_rows`, the weight's memory and one chunk of logits; the sum is rounded after every chunk.
+    - up to ``1.5 * hidden size`` rows, logits are computed in slabs of the vocabulary, and the weight's gradient reuses
+      the memory of finished slabs: 1.6 times the weight's memory in total, one rounding;
+    - up to ``8 * hidden size`` rows, at most four chunks of rows, each rounding the sum: 1.5 to 3 times the weight's
+      memory. Its rounding error is up to 1.6 times that of one rounding; once logits have a spread of 4 and more, their
+      own rounding dominates, and the gradient's error is 1.02 to 1.06 times as large;
+    - with more rows, chunks are accumulated in an fp32 gradient of the weight: three times the weight's memory;
+    - with `chunk_rows`, the weight's memory and one chunk of logits; the sum is rounded after every chunk;
+    - with `fp32_weight_grad`, always one rounding.
 
     With ``"mean"`` and ``"sum"`` the forward pass computes the gradients, and the backward pass multiplies them by the
     incoming gradient if that is not 1, which is checked on the device; only one backward pass is possible. With
@@ -106,8 +109,9 @@ def linear_cross_entropy(
         return_accuracy: As in ``cross_entropy``.
         chunk_rows: Number of rows of logits at a time, for the least memory. Default: the rule above. A larger number
             is faster, needs more memory and rounds the gradient of a 16-bit weight less often.
-        fp32_weight_grad: With `chunk_rows`, accumulate the gradient of a 16-bit weight in fp32 (three times its memory)
-            instead of rounding the sum after every chunk. Without `chunk_rows`, and with `group`, it always is.
+        fp32_weight_grad: Round the gradient of a 16-bit weight once. Up to ``2 * hidden size`` rows by slabs, of which
+            up to 30 % are computed twice (about 7 % more time); with more rows, and with `chunk_rows`, by an fp32 sum
+            (three times the weight's memory). With `group`, it always is.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             weight and bias, and all hidden states and labels. Each gets the same loss, the complete gradient of hidden
             states, and the gradients of its own rows. Costs one all-gather of 20 bytes per row of hidden and one

@@ -19,6 +19,7 @@ from rtkernels.ops.loss.cross_entropy_plan import MEAN, NONE, check_options
 from rtkernels.ops.loss.label_report import report
 from rtkernels.ops.shared.block_sum import add_rows_
 from rtkernels.runtime.checks import check_same
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import nothing
 from rtkernels.runtime.operator.declared import Argument, Meta, Operator
 from rtkernels.runtime.operator.main_grad import Start
@@ -29,6 +30,7 @@ from rtkernels.runtime.operator.plan import Memory, Steps
 
 _SMALL = 256 << 20  # bytes of logits that nobody minds: below, more chunks would only cost time
 _TILE_ROWS = 128
+_ROUNDINGS = 4  # at most, of a 16-bit sum of the weight's gradient that nobody asked to round once
 
 
 def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 2) -> int:
@@ -37,7 +39,21 @@ def default_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 
     By then the products take 18 times as long as adding a chunk's gradient of the weight to fp32 sums. Without that
     gradient, `hidden` is 0: small chunks cost nothing.
     """
-    limit = max(hidden, _SMALL // (vocabulary * itemsize), 1)
+    return _alike(rows, max(hidden, _SMALL // (vocabulary * itemsize), 1))
+
+
+def rounding_chunk_rows(rows: int, hidden: int, vocabulary: int, itemsize: int = 2) -> int:
+    """Return the rows of at most four chunks, whose logits take half of the weight's memory or more.
+
+    Their gradients of the weight are added in its own dtype. 0 if there are so many rows that sums in fp32, with chunks
+    of :func:`default_chunk_rows`, need no more memory.
+    """
+    limit = max(hidden // 2, -(-rows // _ROUNDINGS), _SMALL // (vocabulary * itemsize), 1)
+    return 0 if limit > 2 * hidden and rows > limit else _alike(rows, limit)
+
+
+def _alike(rows: int, limit: int) -> int:
+    """Return the rows of chunks that are about alike, in whole tiles, and little larger than `limit`."""
     if rows <= limit:
         return max(1, rows)
     alike = -(-rows // -(-rows // limit))
@@ -169,7 +185,10 @@ def _by_rule(chunk_rows: int, in_fp32: bool, rows: int, weight: Tensor, need_wei
     if chunk_rows:
         return chunk_rows, in_fp32
     vocabulary, size = weight.shape
-    chunk_rows = default_chunk_rows(rows, size if need_weight else 0, vocabulary, weight.element_size())
+    itemsize = weight.element_size()
+    if need_weight and not in_fp32 and not level() and (found := rounding_chunk_rows(rows, size, vocabulary, itemsize)):
+        return found, False
+    chunk_rows = default_chunk_rows(rows, size if need_weight else 0, vocabulary, itemsize)
     return chunk_rows, chunk_rows < rows
 
 
@@ -182,7 +201,7 @@ def _forward(
     states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
     rows, shape = flat.numel(), labels.shape
     wants_gradient = any(needs)
-    if need_weight and chunk_rows == 0 and slabs.suits(rows, weight, _SMALL):
+    if need_weight and chunk_rows == 0 and slabs.suits(rows, weight, _SMALL, fp32_weight_grad):
         found = slabs.run(functions.of_slabs, states, weight, flat, bias, None, options, reduction, needs)
         result_shape = shape if reduction == NONE else ()
         return (
@@ -234,7 +253,7 @@ def _backward(
     """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
     needs, options = (need_hidden, need_weight, need_bias), (ignore_index, label_smoothing, z_loss, softcap)
     states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
-    if need_weight and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL):
+    if need_weight and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL, fp32_weight_grad):
         found = slabs.run(functions.of_slabs, states, weight, flat, bias, g, options, NONE, needs)
         return found.dhidden.view(hidden.shape) if need_hidden else found.dhidden, found.dweight, found.dbias
     chunk_rows, in_fp32 = _by_rule(chunk_rows, fp32_weight_grad, flat.numel(), weight, need_weight)

@@ -169,12 +169,13 @@ def run(
     )
 
 
-def suits(rows: int, weight: Tensor, small: int) -> bool:
-    """Return True if slabs are the best way: logits take no more memory than the weight's gradient in fp32 would.
+def suits(rows: int, weight: Tensor, small: int, twice: bool) -> bool:
+    """Return True if slabs are the best way: nothing is multiplied a second time, or `twice` allows it.
 
-    With more rows, much would be multiplied a second time, and chunks whose weight gradients are added in fp32 are
-    faster. Up to `small` bytes of logits, one chunk has fewer launches; in fp32 chunks of rows round nothing either.
+    It pays if the gradient is to be rounded once, as long as logits take no more memory than fp32 sums of it would. Up
+    to `small` bytes of logits, one chunk has fewer launches; in fp32 chunks of rows round nothing either.
     """
     vocabulary, size = weight.shape
     slab_bytes = rows * vocabulary * weight.element_size()
-    return not level() and weight.dtype != torch.float32 and small < slab_bytes <= 4 * vocabulary * size
+    limit = (4 if twice else 3) * vocabulary * size
+    return not level() and weight.dtype != torch.float32 and small < slab_bytes <= limit

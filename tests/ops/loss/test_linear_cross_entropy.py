@@ -151,8 +151,48 @@ def test_chunk_rule() -> None:
     assert rule(1, 16, 151936) == 1
     assert rule(0, 16, 151936) == 1
     weight = torch.empty(151936, 4096, dtype=torch.bfloat16, device="meta")
-    assert [slabs.suits(rows, weight, 256 << 20) for rows in (100, 8192, 8193)] == [False, True, False]
-    assert not slabs.suits(4096, weight.float(), 256 << 20)
+    small = 256 << 20
+    assert [slabs.suits(rows, weight, small, True) for rows in (100, 8192, 8193)] == [False, True, False]
+    assert [slabs.suits(rows, weight, small, False) for rows in (100, 6144, 6145)] == [False, True, False]
+    assert not slabs.suits(4096, weight.float(), small, True)
+
+
+def test_rule_of_few_chunks() -> None:
+    rule = linear.rounding_chunk_rows
+    assert rule(8192, 4096, 151936) == 2048
+    assert rule(16384, 4096, 151936) == 4096 and rule(32768, 4096, 151936) == 8192
+    assert rule(32769, 4096, 151936) == 0  # sums in fp32 take no more memory
+    assert rule(6200, 4096, 151936) == 1664  # four, about equal, in whole tiles
+    assert rule(16384, 1536, 151936) == 0 and rule(8192, 1536, 151936) == 2048
+    assert rule(5, 4096, 32) == 5 and rule(0, 16, 32) == 1
+    assert rule(1 << 20, 16, 32) == 1 << 20  # small logits, one chunk
+    assert rule(1 << 23, 16, 32) == 0
+    for rows, size in itertools.product((1, 900, 4097, 9999, 70000), (64, 1024, 4096)):
+        chunk = rule(rows, size, 151936)
+        assert chunk == 0 or -(-rows // chunk) <= 4
+
+
+def test_at_most_four_roundings_unless_one_is_asked_for(nothing_is_small: None) -> None:
+    """The gradient of the weight alone, by chunks of rows and rounded once, beside torch's."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 128, generator=generator).bfloat16() for n in (512, 3000))
+    labels = torch.randint(0, 3000, (512,), generator=generator)
+
+    def error(loss: Callable[[Tensor], Tensor], spread: float) -> float:
+        leaf = (weight * (spread / 128**0.5)).requires_grad_()
+        loss(leaf).backward()
+        wide = leaf.detach().double().requires_grad_()
+        F.cross_entropy(hidden.double() @ wide.t(), labels).backward()
+        return float((leaf.grad - wide.grad).norm() / wide.grad.norm())
+
+    def ours(leaf: Tensor, **options: Any) -> Tensor:
+        return linear_cross_entropy(hidden, leaf, labels, **options)
+
+    for spread, most in ((1.0, 1.65), (5.0, 1.1)):
+        once = error(lambda leaf: ours(leaf, fp32_weight_grad=True), spread)
+        theirs = error(lambda leaf: F.cross_entropy((hidden @ leaf.t()).float(), labels), spread)
+        assert once < 1.02 * theirs
+        assert once < error(ours, spread) < most * once
 
 
 @pytest.fixture
@@ -171,14 +211,17 @@ def test_slabs_of_the_vocabulary(place: str, reduction: str, nothing_is_small: N
             check(tensors, reduction, with_bias, g=1.0 if with_bias else 0.3, **OPTIONS[name])
         check(make(torch.float16, device, 256), reduction, True, 1.0)
         assert {slab.is_kept for slab in slabs.plan(32, 300, 16, 128)} == {True, False}
-        for with_bias in (False, True):  # so some logits are computed twice
-            check(make(torch.bfloat16, device, 300, (2, 16)), reduction, with_bias, 1.0, **OPTIONS[name])
+        for with_bias, once in itertools.product((False, True), repeat=2):  # once: some logits are computed twice
+            given = {**OPTIONS[name], "fp32_weight_grad": once}
+            check(make(torch.bfloat16, device, 300, (2, 16)), reduction, with_bias, 1.0, **given)
         *values, wrong = make(torch.bfloat16, device, 300)
         wrong[0, 0] = 300
         with pytest.raises(ArgumentError, match="labels has 300 in row 0"):
             linear_cross_entropy(values[0], values[1].requires_grad_(), wrong.int()).backward()
             rtkernels.check_labels()
-        check(make(torch.bfloat16, device, 300, (2, 25)), reduction, False, 1.0)  # more rows: chunks, added in fp32
+        for once in (False, True):  # more rows: chunks, added in 16 bits and in fp32
+            check(make(torch.bfloat16, device, 300, (2, 25)), reduction, False, 1.0, fp32_weight_grad=once)
+        check(make(torch.bfloat16, device, 300, (10, 20)), reduction, False, 1.0)  # many rows: in fp32
         hidden, weight, bias, labels = tensors
         both = {"return_lse": True, "return_accuracy": True, "reduction": reduction}
         got = linear_cross_entropy(hidden, weight.requires_grad_(), labels, bias=bias, **both)

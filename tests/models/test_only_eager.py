@@ -1,0 +1,70 @@
+"""Models with sinks, for which transformers has eager attention only: `patch` replaces it by default."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rtkernels import models
+
+pytest.importorskip("transformers", minversion="5.0")
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "vocab_size": 200,
+    "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+IDS = torch.randint(2, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def build(kind: str = "gpt_oss", attention: str = "eager", **more: object) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **more})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+
+
+def test_sinks_by_default() -> None:
+    model, own = build(), build()
+    report = models.patch(model)
+    assert report.replaced["attention"] == 1 and "attention" in report.asked and not report.left_alone
+    assert model.config._attn_implementation == "rtkernels"
+    with torch.no_grad():
+        wanted, got = (m(input_ids=IDS).logits for m in (own, model))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0.03 * float(wanted.abs().max()))
+    assert models.patch(model) is report  # with the same options
+    models.unpatch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_attention_weights_are_those_of_the_model() -> None:
+    """A call with `output_attentions` runs the model's own attention, whose weights ours does not compute."""
+    model, own = build(), build()
+    models.patch(model)
+    with torch.no_grad():
+        wanted, got = (m(input_ids=IDS, output_attentions=True).attentions for m in (own, model))
+    assert len(got) == len(wanted) == 2
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0.02)
+
+
+def test_generate_is_not_captured_by_default() -> None:
+    model, own = build(), build()
+    report = models.patch(model)
+    given = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(IDS[:1, :6], **given), own.generate(IDS[:1, :6], **given))
+    assert not report.captures and not report.not_captured
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("gpt_oss", {"attention": False}), ("llama", {}), ("mistral", {}), ("gemma2", {})]
+)
+def test_left_alone(kind: str, options: dict[str, bool]) -> None:
+    model = build(kind)
+    report = models.patch(model, **options)
+    assert not report.replaced["attention"] and "attention" not in report.asked
+    assert model.config._attn_implementation == "eager"
+
+
+def test_who_wants_attention_weights_keeps_eager() -> None:
+    assert not models.patch(build(output_attentions=True)).replaced["attention"]
