@@ -941,6 +941,15 @@ def scaled_mm(
     Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'torch'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
+def decode_linear(
+    a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: Literal['silu',
+    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] | None = None, gated: bool = False,
+    norm_weight: Tensor | None = None, eps: float = 1e-06, offset: float = 0.0, add: Tensor | None = None, factor:
+    float = 1.0, packed: Literal['int4', 'uint4', 'e2m1'] | None = None, constant: bool = False, out: Tensor | None =
+    None
+) -> Tensor:
+    """Return a linear layer of a few tokens, with the norm before it and the residual sum behind it in one launch."""
+
 @overload
 def index_select(
     x: Tensor, indices: Tensor, *, scale: None = None, out: Tensor | tuple[Tensor | None, ...] | None = None

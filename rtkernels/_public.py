@@ -75,6 +75,7 @@ OPS = {
     "grouped_mm_masked": "ops.gemm.grouped_mm",
     "grouped_wgrad": "ops.gemm.grouped_mm",
     "scaled_mm": "ops.gemm.scaled_mm",
+    "decode_linear": "ops.gemm.decode_linear",
     "embedding": "ops.index.embedding",
     "embedding_grad_": "ops.index.embedding",
     "id_bounds": "ops.index.id_bounds",
