@@ -942,11 +942,10 @@ def scaled_mm(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 def decode_linear(
-    a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: Literal['silu',
-    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] | None = None, gated: bool = False,
-    norm_weight: Tensor | None = None, eps: float = 1e-06, offset: float = 0.0, add: Tensor | None = None, factor:
-    float = 1.0, packed: Literal['int4', 'uint4', 'e2m1'] | None = None, constant: bool = False, out: Tensor | None =
-    None
+    a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: Literal['relu', 'silu',
+    'gelu_tanh', 'gelu'] | None = None, gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-06,
+    offset: float = 0.0, add: Tensor | None = None, factor: float = 1.0, packed: Literal['int4', 'uint4', 'e2m1'] |
+    None = None, constant: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return a linear layer of a few tokens, with the norm before it and the residual sum behind it in one launch."""
 

@@ -120,6 +120,49 @@ def test_norm_gate_and_bias(name: str, target: str) -> None:
     checked(case(name, 2, 9, 128, factor=0.22, bias=True, add=True), target)
 
 
+@pytest.mark.parametrize("target", ("sm_80", "sm_90"))
+def test_a_modulated_norm_and_a_gate(target: str) -> None:
+    """The layer of an action expert: ``x + gate * (b @ (norm(x) * (1 + scale) + shift))``."""
+    g = torch.Generator().manual_seed(0)
+    m, n, k = 10, 40, 256
+    x, b, add = (torch.randn(*shape, generator=g).to(BF16) for shape in ((m, k), (n, k), (m, n)))
+    scale, shift = (0.5 * torch.randn(k, generator=g).to(BF16) for _ in range(2))
+    gate = torch.randn(n, generator=g)
+    y = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * (1 + scale.double())
+    exact = add.double() + gate.double() * ((y.to(BF16).double() + shift.double()) @ b.double().t())
+    with rtkernels.emulate(target):
+        out = rtkernels.decode_linear(
+            x, b, gate, bias=gate * (b.float() @ shift.float()), norm_weight=scale, offset=1.0, add=add, constant=True
+        )
+    assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8 + 2e-2).all()
+    cpu = rtkernels.decode_linear(
+        x, b, gate, bias=gate * (b.float() @ shift.float()), norm_weight=scale, offset=1.0, add=add
+    )
+    assert ((cpu.double() - exact).abs() <= exact.abs() * 2.0**-8 + 2e-2).all()
+
+
+def test_scales_of_16_bit_weights() -> None:
+    """A factor for each row or one for all; along k only codes have scales."""
+    for count in (37, 1):
+        arguments, _, _ = case("16bit", 3, 37, 64)
+        scale = torch.rand(count) + 0.5
+        exact = (arguments[0].double() @ arguments[1].double().t()) * scale.double()
+        for target in ("sm_80", "sm_90"):
+            with rtkernels.emulate(target):
+                out = rtkernels.decode_linear(arguments[0], arguments[1], scale)
+            assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
+
+
+def test_refused_arguments() -> None:
+    x, w = torch.ones(2, 64).bfloat16(), torch.ones(8, 64).bfloat16()
+    with pytest.raises(rtkernels.ArgumentError, match="not differentiable"):
+        rtkernels.decode_linear(x, w.clone().requires_grad_())
+    with pytest.raises(rtkernels.ArgumentError, match="two halves and an activation"):
+        rtkernels.decode_linear(x, w, gated=True)
+    with pytest.raises(rtkernels.ArgumentError, match="add has shape"):
+        rtkernels.decode_linear(x, w, add=x)
+
+
 def test_leading_dimensions() -> None:
     assert checked(case("16bit", 1, 24, 64, lead=(3,), add=True)).shape == (3, 1, 24)
 
