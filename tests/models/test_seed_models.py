@@ -59,9 +59,9 @@ def build(kind: str) -> nn.Module:
                 moe_intermediate_size=64, first_k_dense_replace=1, n_group=2, topk_group=1, n_shared_experts=1,
             )
         )  # fmt: skip
-    for parameter in model.parameters():  # logits that differ by more than rounding, norms that are not ones
+    for name, parameter in model.named_parameters():  # logits further apart than rounding, norms unlike ones
         parameter.data = torch.randn_like(parameter) * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
-        if parameter.dim() == 1:
+        if "norm" in name.lower() and name.endswith("weight"):
             parameter.data += 1
     return model.eval()
 
