@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from support.tiny_models import largest_error, loss_and_gradients
 from torch import Tensor, nn
 
 import rtkernels
@@ -131,3 +132,37 @@ def test_bert_fills_masks_with_the_same_tokens(place: str) -> None:
     seen = given["attention_mask"].bool()
     torch.testing.assert_close(got[seen], wanted[seen], rtol=1e-4, atol=1e-5)
     assert torch.equal(got[seen].argmax(-1), wanted[seen].argmax(-1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("interleaved", (True, False))
+def test_the_rotation_of_deepseek_is_one_op(interleaved: bool, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients, without a cache, and for the first tokens of one; later tokens run as before."""
+    model, given = build("deepseek_v3"), inputs("deepseek_v3", place, torch.float32)
+    model.config.rope_interleave = interleaved
+    model.to(place)
+    ids = given["input_ids"]
+    wanted = loss_and_gradients(model, ids)
+    with torch.no_grad():
+        tokens = [_generated(model, given, 1), _generated(model, given | {"cache_implementation": "static"}, 1)]
+    calls, op = [], rtkernels.mla_rope
+    monkeypatch.setattr(rtkernels, "mla_rope", lambda q, *a, **o: calls.append(q.shape[1]) or op(q, *a, **o))
+    report = models.patch(model, **PATCH)
+    assert not [site for site in report.left_alone if site.kind == "fused"], report
+    got = loss_and_gradients(model, ids)
+    assert calls == [11, 11] and abs(got[0] - wanted[0]) < 1e-5 and largest_error(got[1], wanted[1]) < 1e-4
+    with torch.no_grad():
+        assert torch.equal(_generated(model, given, 1), tokens[0]) and calls == [11] * 4
+        assert torch.equal(_generated(model, given | {"cache_implementation": "static"}, 1), tokens[1])
+        first = model(input_ids=ids[:, :6], use_cache=True)
+        rest = model(input_ids=ids[:, 6:], past_key_values=first.past_key_values).logits
+        torch.testing.assert_close(rest, model(input_ids=ids).logits[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def test_another_latent_attention_is_left_alone() -> None:
+    model = build("deepseek_v3")
+    kind = type(model.model.layers[0].self_attn)
+    changed = type(kind.__name__, (kind,), {"expand_kv": lambda self, kv, rot: kind.expand_kv(self, kv, rot)})
+    model.model.layers[0].self_attn.__class__ = changed
+    report = models.patch(model, **PATCH)
+    assert [site.name for site in report.left_alone if site.kind == "fused"] == ["model.layers.0.self_attn"]
