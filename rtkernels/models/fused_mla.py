@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek-V3 and its relatives): rotation, keys and values of all heads in one op.
 
 As in ``fused_layers``, a module is replaced only if the sources of its methods are those this code was written for.
-transformers keeps the latents in the cache and expands them in every call, so the op computes the keys and values of calls
-whose cache was empty, or that have none; others run as before.
+transformers keeps the latents in the cache and expands them in every call, so the op computes the keys and values of
+calls whose cache was empty, or that have none; others run as before.
 """
 
 from __future__ import annotations
