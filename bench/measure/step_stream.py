@@ -73,8 +73,8 @@ def make(layers: int, blocks: int, device: str) -> dict[str, Any]:
         layer: list[Tensor | None] = []
         for parts, results, thirds in zip(PARTS, RESULTS, THIRDS, strict=True):
             k = UNIT * thirds
-            made = torch.randn(parts, results, k, generator=generator, device=device) * k**-0.5 if parts else None
-            layer.append(None if made is None else made.bfloat16())
+            matrix = torch.randn(parts, results, k, generator=generator, device=device) * k**-0.5 if parts else None
+            layer.append(None if matrix is None else matrix.bfloat16())
         weights.append(layer)
     words = torch.zeros(5 * layers + 1, WORDS, 2, dtype=torch.int32, device=device)
     x = torch.randn(UNIT, generator=generator, device=device).bfloat16()
