@@ -250,10 +250,11 @@ class OurMath:
     Args:
         sizes: Of the model.
         device: Where it runs.
-        fp8: Weights of layers are fp8 codes with one scale. So are inputs of products, with a static scale each; those of
-            the expert stay in bfloat16 where ``decode_linear`` takes them, because only the weights take time to read.
-            Where more action tokens than that would need a launch to be quantised, `out` and `down` of the expert stay in
-            bfloat16. The product before the prefix's `down` writes codes with one scale per 128 elements.
+        fp8: Weights of layers are fp8 codes with one scale, and so are inputs of products, with a static scale each.
+            Those of the expert stay in bfloat16 where ``decode_linear`` takes them: only reading weights takes time
+            there. For more action tokens, `out` and `down` of the expert stay in bfloat16, because a launch to quantise
+            their inputs does not pay off. The product before the prefix's `down` writes codes with one scale per 128
+            elements.
         calibration: Knows the scales of inputs (fp8), or records what they must be (without).
     """
 

@@ -1,4 +1,4 @@
-"""The prototype of a persistent decoding kernel: all products of 24 layers in one launch (``bench/cuda/step_stream.cu``).
+"""A prototype of a persistent decoding kernel: all products of 24 layers in one launch (``step_stream.cu``).
 
     python -m bench.measure.step_stream     # a GPU of sm_90: checks every sum, then the time beside a copy
 
@@ -24,7 +24,8 @@ THREADS = 288
 MODES = {"no waits": 0, "counters": 1, "tagged words": 2}
 PAGES = (8, 12, 16)
 KERNEL = Kernel(
-    Path(__file__).resolve().parents[1] / "cuda" / "step_stream.cu", "step_stream", template="PAGES", needs=("cluster",),
+    Path(__file__).resolve().parents[1] / "cuda" / "step_stream.cu", "step_stream", template="PAGES",
+    needs=("cluster",),
     args="weights:ptr words:ptr counters:ptr launches:ptr block_bytes:i64 layers:i64 mode:i64",
     variants=[(pages,) for pages in PAGES], max_registers=168,
 )  # fmt: skip

@@ -85,7 +85,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "quantize_fp8_smooth": {"x": _f(4, 8), "smooth": _f(8)},
     "scaled_mm": {"a": _h(4, 64), "b": _h(8, 64), "bias": _h(8), "add": _h(4, 8)},
     "gated_mm": {"a": _h(4, 64), "b": _h(16, 64)},
-    "decode_linear": {"a": _h(4, 64), "b": _h(8, 64), "bias": _h(8), "add": _h(4, 8), "norm_weight": _h(64), "eps": 1.0},
+    "decode_linear": {"a": _h(4, 64), "b": _h(8, 64), "bias": _h(8), "add": _h(4, 8), "norm_weight": _h(64), "eps": 1},
     "grouped_mm": {"a": _h(6, 64), "b": _h(2, 8, 64), "offs": _i(2, 6)},
     "grouped_wgrad": {"dy": _h(6, 16), "x": _h(6, 8), "offs": _i(2, 6)},
     "fp8_linear": {"x": _h(16, 128), "weight": _h(128, 128), "bias": _h(128)},
