@@ -106,6 +106,7 @@ OPS = {
     "gated_delta_rule_step": "ops.attention.gated_delta_rule",
     "ssd": "ops.attention.ssd",
     "ssd_step": "ops.attention.ssd",
+    "chunk_attention": "ops.attention.chunk_attention",
     "add_": "ops.pointwise.inplace",
     "add_bias": "ops.pointwise.add_residual",
     "add_residual": "ops.pointwise.add_residual",

@@ -101,6 +101,10 @@ RIGHT: dict[str, dict[str, Any]] = {
     "attention_decode": {
         "q": _h(2, 1, 2, 64), "k_cache": _h(2, 16, 2, 64), "v_cache": _h(2, 16, 2, 64), "seqlens": _i(3, 4),
     },
+    "chunk_attention": {
+        "qkv": _h(1, 3, 512), "k_cache": _h(1, 9, 1, 128), "v_cache": _h(1, 9, 1, 128),
+        "rope": (_f(16, 64), _f(16, 64)), "prefix": 5,
+    },
     "merge_attention": {"outs": [_h(1, 5, 2, 64)] * 2, "lses": [_f(1, 2, 5)] * 2},
     "lightning_attention": {"q": _h(1, 8, 2, 64), "k": _h(1, 8, 2, 64), "v": _h(1, 8, 2, 64), "decay": _f(2)},
     "gated_delta_rule": {

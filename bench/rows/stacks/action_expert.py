@@ -60,8 +60,7 @@ def _ours(
         (scale1, _, _), (scale2, _, _) = styles[i]
         qkv = linear(x, "qkv", i, factor, norm_weight=scale1, offset=1.0, bias=w["qkv_bias"][i])
         k, v = cache[i]
-        q = rtkernels.qkv_split(qkv[None], HEADS, 1, rope=(cos, sin), k_cache=k, v_cache=v, pos=PREFIX)[0]
-        y = rtkernels.attention_decode(q, k, v, lengths, causal=False).view(tokens, -1)
+        y = rtkernels.chunk_attention(qkv[None], k, v, (cos, sin), prefix=PREFIX, constant=True).view(tokens, -1)
         x = linear(y, "out", i, w["gates"][i, 0], add=x)
         y = linear(
             x,
