@@ -28,7 +28,6 @@ def _inputs(device: str, generator: torch.Generator, tokens: int, fp8: bool, lay
         "x": random(tokens, WIDTH),
         "styles": random(layers, 2, 3, WIDTH, gain=0.3),  # scale, shift, gate
         "cache": random(layers, 2, 1, PREFIX + tokens, 1, HEAD),
-        "lengths": torch.tensor([PREFIX + tokens], dtype=torch.int32, device=device),
     }
     named["cos"], named["sin"] = rtkernels.rope_table(PREFIX + tokens, HEAD, device=device)
     for name, (rows, columns) in MATRICES.items():
@@ -48,9 +47,7 @@ def _inputs(device: str, generator: torch.Generator, tokens: int, fp8: bool, lay
     return named
 
 
-def _ours(
-    fp8: bool, x: Tensor, styles: Tensor, cache: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, **w: Any
-) -> Tensor:
+def _ours(fp8: bool, x: Tensor, styles: Tensor, cache: Tensor, cos: Tensor, sin: Tensor, **w: Any) -> Tensor:
     def linear(x: Tensor, name: str, i: int, scale: Tensor | None, **options: Any) -> Tensor:
         weight = w[f"{name}_codes"][i] if fp8 else w[name][i]
         return rtkernels.decode_linear(x, weight, scale, constant=True, **options)

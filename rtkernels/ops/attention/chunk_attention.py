@@ -51,7 +51,7 @@ def _check(qkv: Meta, k_cache: Meta, v_cache: Meta, cos: Meta, sin: Meta, prefix
     columns, heads = qkv.shape[2], qkv.shape[2] // width - 2 * kv_heads
     if columns % width or heads < 1 or heads % kv_heads:
         raise ArgumentError(
-            f"qkv has {columns} columns; expected heads of {width}: a multiple of {kv_heads} of q, {kv_heads} of k and of v"
+            f"qkv has {columns} columns; expected heads of {width}: {kv_heads} of k, as many of v, a multiple for q"
         )
     if not 0 <= prefix <= capacity:
         raise ArgumentError(f"prefix is {prefix}; expected 0 to {capacity}, the rows of k_cache")

@@ -94,7 +94,7 @@ def test_refused_arguments() -> None:
     for message, changed in (
         ("prefix is 24", {"prefix": 24}),
         ("qkv has 700 columns", {"qkv": qkv[..., :700]}),
-        ("cos has shape", {"rope": tuple(t[:22] for t in rope)}),
+        ("has shape \\(22, 64\\)", {"rope": tuple(t[:22] for t in rope)}),
         ("v_cache has shape", {"v_cache": v[:, :9]}),
         ("k_cache has dtype", {"k_cache": k.half()}),
         ("rope is a", {"rope": rope[0]}),
