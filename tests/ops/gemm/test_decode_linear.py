@@ -8,7 +8,7 @@ from support.compare import running_on
 from support.places import at
 
 import rtkernels
-from rtkernels.ops.gemm import decode_plan
+from rtkernels.ops.gemm import decode_linear, decode_plan, few_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.ops.quant import pack
@@ -62,7 +62,9 @@ def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: boo
         exact = exact.to(dtype).double()
     magnitude = exact.abs() @ values.abs().t()
     exact = exact @ values.t() + (0 if biases is None else biases.double())
-    slack = magnitude * 2.0**-21 + (magnitude * torch.finfo(dtype).eps * 0.02 if norm else 0.0)
+    # With nine rows and more, the kernel rounds x (offset + gain) instead of the norm's result.
+    roundings = 0.5 if m > 8 and dtype == BF16 else 0.02
+    slack = magnitude * 2.0**-21 + (magnitude * torch.finfo(dtype).eps * roundings if norm else 0.0)
     if gated:
         (gate, up), (e_gate, e_up) = exact.chunk(2, -1), slack.chunk(2, -1)
         act_of = {
@@ -130,15 +132,30 @@ def test_a_modulated_norm_and_a_gate(target: str) -> None:
     gate = torch.randn(n, generator=g)
     y = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * (1 + scale.double())
     exact = add.double() + gate.double() * ((y.to(BF16).double() + shift.double()) @ b.double().t())
-    with rtkernels.emulate(target):
-        out = rtkernels.decode_linear(
-            x, b, gate, bias=gate * (b.float() @ shift.float()), norm_weight=scale, offset=1.0, add=add, constant=True
-        )
-    assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8 + 2e-2).all()
-    cpu = rtkernels.decode_linear(
-        x, b, gate, bias=gate * (b.float() @ shift.float()), norm_weight=scale, offset=1.0, add=add
+    error = (
+        gate.double().abs() * ((y.abs() + shift.double().abs()) @ b.double().abs().t()) * 2.0**-9
+        + exact.abs() * 2.0**-8
     )
-    assert ((cpu.double() - exact).abs() <= exact.abs() * 2.0**-8 + 2e-2).all()
+    given = {"bias": gate * (b.float() @ shift.float()), "norm_weight": scale, "offset": 1.0, "add": add}
+    with rtkernels.emulate(target):
+        out = rtkernels.decode_linear(x, b, gate, constant=True, **given)
+    assert ((out.double() - exact).abs() <= error).all()
+    assert (out.double() - exact).norm() < 4e-3 * exact.norm()
+    assert ((rtkernels.decode_linear(x, b, gate, **given).double() - exact).abs() <= error).all()
+
+
+@pytest.mark.parametrize("name", ("16bit", "e4m3_row", "e4m3_tensor"))
+@pytest.mark.parametrize(("m", "n", "k"), ((10, 70, 1088), (9, 33, 64), (17, 40, 2112), (50, 16, 144)))
+def test_nine_to_64_rows(name: str, m: int, n: int, k: int) -> None:
+    given = case(name, m, n, k, add=True, bias=True, factor=0.5)
+    assert few_plan.unsupported(_described(given[0]), targets.parse("sm_90a")) is None
+    checked(given)
+    checked(case(name, m, n, k, gated=True, act="gelu_tanh", bias=True))
+    checked(case(name, m, n, k, norm=True, add=True))
+
+
+def _described(arguments) -> Product:
+    return decode_linear._describe(decode_linear.DecodeLinear(*arguments).metas).product
 
 
 def test_scales_of_16_bit_weights() -> None:
@@ -211,7 +228,8 @@ def test_nan_codes() -> None:
 
 def test_what_the_kernel_does_not_take_runs_in_torch() -> None:
     checked(case("16bit", 3, 5, 13))
-    checked(case("16bit", 17, 5, 64))
+    checked(case("16bit", 65, 5, 64))
+    checked(case("16bit", 17, 5, 64, FP16))
 
 
 def _product(m: int, n: int, k: int, **more) -> Product:
@@ -240,3 +258,6 @@ def emulated_coverage() -> None:
                 for dtype in (BF16, FP16):
                     for m in (1, 9):
                         FORWARD.call(*case(name, m, 8, 64, dtype)[0])
+            for name in ("16bit", "e4m3_row"):
+                for m in (9, 17, 33):
+                    FORWARD.call(*case(name, m, 8, 64)[0])
