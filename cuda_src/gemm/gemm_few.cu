@@ -107,9 +107,10 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
             for (int part = 0; part < kParts; ++part) {
                 // Elements of k: the weights of part p of lane t are 8 of (64 / kBits 8) kParts.
                 const i64 at = (static_cast<i64>(first + s) * 4 + t) * (8 * kParts) + 8 * part;
-                if (first + s >= end || at >= k) continue;
+                if (first + s >= end) continue;
+                const bool inside = at < k;  // not for all lanes of the last step
                 float gains[8];
-                if (normed) {
+                if (normed && inside) {
                     unpack<bf16, 8>(plain_load(gain + 2 * at), gains);
 #pragma unroll
                     for (int e = 0; e < 8; ++e) gains[e] += shift;
@@ -119,8 +120,9 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
                     Raw<16> two[2];
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        two[r] = plain_load(rows_x[2 * i + r] + 2 * at);  // the previous kernel may have written it
-                        if (normed) {
+                        clear(two[r]);
+                        if (inside) two[r] = plain_load(rows_x[2 * i + r] + 2 * at);  // no read-only load: just written
+                        if (normed && inside) {
                             float value[8];
                             unpack<bf16, 8>(two[r], value);
 #pragma unroll
