@@ -7,7 +7,7 @@
 // results of every stage; `weights` holds the units of a block one behind the other in the order in which it needs them.
 //
 // One warp loads pages of four units into a ring, without ever waiting for activations: only the ring limits how far it
-// runs ahead. Eight warps multiply. Activations travel through global memory as words of 8 bytes: two bf16 and the number
+// runs ahead. Sixteen warps multiply, a unit at a time; their sums meet in shared memory. Activations travel through global memory as words of 8 bytes: two bf16 and the number
 // of the launch. `mode`: 0 nobody waits (results are wrong: the speed of the stream alone), 1 a counter for each stage,
 // 2 readers poll the words themselves until they have the number of this launch.
 #include "common/reduce.cuh"
@@ -20,7 +20,7 @@
 namespace rtk {
 
 inline constexpr int kUnit = 1536, kUnitBytes = 2 * kUnit, kPageUnits = 4, kPageBytes = kPageUnits * kUnitBytes;
-inline constexpr int kStages = 5, kConsumers = 8, kConsumerThreads = 32 * kConsumers;
+inline constexpr int kStages = 5, kConsumers = 16, kConsumerThreads = 32 * kConsumers;
 inline constexpr int kLargest = 4608;   // activations of a stage
 inline constexpr int kWords = kLargest / 2;
 inline constexpr int kPatience = 1 << 24;  // polls; then the launch fails instead of hanging
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kConsumerThreads + 32, 1)
     extern __shared__ __align__(128) u8 memory[];
     __shared__ __align__(8) u64 full[PAGES], empty[PAGES];
     __shared__ __align__(16) u32 activations[kLargest / 2];
-    __shared__ float parts[kUnit];  // sums of `down` over the thirds so far; a warp has its own pairs
+    __shared__ float sums[3 * kUnit];  // of the units of a stage
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x);
     const ptx::SharedAddress pages = ptx::shared_address(memory);
     auto full_at = [&](u32 page) { return ptx::shared_address(full + page % PAGES); };
@@ -112,63 +112,59 @@ __global__ void __launch_bounds__(kConsumerThreads + 32, 1)
             }
             ptx::named_barrier_sync(1, kConsumerThreads);
             const int first = stage.first(block), pairs = stage.first(block + 1) - first;
-            const int per_pair = 2 * stage.units, units = per_pair * pairs;
-            for (int third = 0; third < stage.thirds; ++third) {
-                float x[kUnit / 32];
+            const int units = 2 * stage.units * pairs, all = units * stage.thirds;
+            const int pages_of_third = (units + kPageUnits - 1) / kPageUnits;
+            float x[kUnit / 32];
+            int loaded = -1;
+            for (int i = warp; i < all; i += kConsumers) {
+                const int third = i / units, unit = i - third * units;
+                if (third != loaded) {
+                    loaded = third;
 #pragma unroll
-                for (int i = 0; i < kUnit / 256; ++i) {
-                    const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(activations) + third * kUnitBytes + (i * 32 + lane) * 16);
-                    unpack<bf16, 8>(raw, *reinterpret_cast<float(*)[8]>(x + 8 * i));
-                }
-                for (int pair = warp; pair < pairs; pair += kConsumers) {
-                    float pair_sums[2] = {0.0f, 0.0f};
-                    if (stage.units == 0) {  // the stand-in for attention
-                        const u32 both = activations[first + pair];
-                        pair_sums[0] = __uint_as_float(both << 16), pair_sums[1] = __uint_as_float(both & 0xffff0000u);
-                    }
-                    for (int u = 0; u < per_pair; ++u) {
-                        const int unit = pair * per_pair + u;
-                        const u32 own = page + unit / kPageUnits;
-                        ptx::mbarrier_wait(full_at(own), own / PAGES & 1);
-                        const ptx::SharedAddress from = pages + own % PAGES * kPageBytes + unit % kPageUnits * kUnitBytes + lane * 16;
-                        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-                        for (int i = 0; i < kUnit / 256; ++i) {
-                            float w[8];
-                            unpack<bf16, 8>(ptx::ld_shared_16(from + i * 512), w);
-#pragma unroll
-                            for (int e = 0; e < 8; ++e) sum[e % 4] = fmaf(w[e], x[8 * i + e], sum[e % 4]);
-                        }
-                        __syncwarp();
-                        if (lane == 0) {
-                            ptx::mbarrier_arrive(empty_at(own));
-                            for (int missing = unit + 1 == units ? -units & kPageUnits - 1 : 0; missing > 0; --missing)
-                                ptx::mbarrier_arrive(empty_at(own));
-                        }
-                        const float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-                        if (u / stage.units == 0) pair_sums[0] += total;
-                        else pair_sums[1] += total;
-                    }
-                    if (stage.units != 0) {
-                        pair_sums[0] = warp_reduce<Sum>(pair_sums[0]);
-                        pair_sums[1] = warp_reduce<Sum>(pair_sums[1]);
-                    }
-                    if (stage.thirds > 1 && lane == 0) {
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            float& so_far = parts[2 * pair + i];
-                            so_far = pair_sums[i] = third == 0 ? pair_sums[i] : so_far + pair_sums[i];
-                        }
-                    }
-                    if (third + 1 == stage.thirds && lane == 0) {
-                        const float factor = stage.units == 2 ? 0.70710678f : 1.0f;
-                        float both[2] = {pair_sums[0] * factor, pair_sums[1] * factor};
-                        *const_cast<volatile u64*>(out + first + pair) = static_cast<u64>(launch) << 32 | pack<bf16, 2>(both).w[0];
+                    for (int v = 0; v < kUnit / 256; ++v) {
+                        const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(activations) + third * kUnitBytes + (v * 32 + lane) * 16);
+                        unpack<bf16, 8>(raw, *reinterpret_cast<float(*)[8]>(x + 8 * v));
                     }
                 }
-                page += (units + kPageUnits - 1) / kPageUnits;
+                const u32 own = page + third * pages_of_third + unit / kPageUnits;
+                ptx::mbarrier_wait(full_at(own), own / PAGES & 1);
+                const ptx::SharedAddress from = pages + own % PAGES * kPageBytes + unit % kPageUnits * kUnitBytes + lane * 16;
+                float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int v = 0; v < kUnit / 256; ++v) {
+                    float w[8];
+                    unpack<bf16, 8>(ptx::ld_shared_16(from + v * 512), w);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) sum[e % 4] = fmaf(w[e], x[8 * v + e], sum[e % 4]);
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    ptx::mbarrier_arrive(empty_at(own));
+                    for (int missing = unit + 1 == units ? -units & kPageUnits - 1 : 0; missing > 0; --missing)
+                        ptx::mbarrier_arrive(empty_at(own));
+                }
+                const float total = warp_reduce<Sum>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+                if (lane == 0) sums[i] = total;
             }
+            page += pages_of_third * stage.thirds;
             ptx::named_barrier_sync(1, kConsumerThreads);
+            for (int pair = threadIdx.x; pair < pairs; pair += kConsumerThreads) {
+                float both[2];
+                if (stage.units == 0) {  // the stand-in for attention
+                    const u32 word = activations[first + pair];
+                    both[0] = __uint_as_float(word << 16), both[1] = __uint_as_float(word & 0xffff0000u);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        const int unit = (2 * pair + i) * stage.units;
+                        both[i] = sums[unit];
+                        if (stage.units == 2) both[i] = (both[i] + sums[unit + 1]) * 0.70710678f;
+                        if (stage.thirds == 3) both[i] = both[i] + sums[units + unit] + sums[2 * units + unit];
+                    }
+                }
+                *const_cast<volatile u64*>(out + first + pair) = static_cast<u64>(launch) << 32 | pack<bf16, 2>(both).w[0];
+            }
+            if (mode == 1 || stage.units == 0) ptx::named_barrier_sync(1, kConsumerThreads);  // words are written, or read
             if (mode == 1 && threadIdx.x == 0) {
                 __threadfence();
                 atomicAdd(counters + index, 1u);

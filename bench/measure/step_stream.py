@@ -20,14 +20,14 @@ from rtkernels.runtime.launch.kernel import Kernel
 
 UNIT, PAGE_UNITS, WORDS = 1536, 4, 2304  # as in step_stream.cu
 RESULTS, PARTS, THIRDS = (2560, 1536, 1536, 4608, 1536), (1, 0, 1, 2, 1), (1, 1, 1, 1, 3)  # of the five stages
-THREADS = 288
+THREADS = 544
 MODES = {"no waits": 0, "counters": 1, "tagged words": 2}
-PAGES = (8, 12, 16)
+PAGES = (8, 15)
 KERNEL = Kernel(
     Path(__file__).resolve().parents[1] / "cuda" / "step_stream.cu", "step_stream", template="PAGES",
     needs=("cluster",),
     args="weights:ptr words:ptr counters:ptr launches:ptr block_bytes:i64 layers:i64 mode:i64",
-    variants=[(pages,) for pages in PAGES], max_registers=168,
+    variants=[(pages,) for pages in PAGES], max_registers=112,
 )  # fmt: skip
 KERNEL.op = "bench_step_stream"
 
