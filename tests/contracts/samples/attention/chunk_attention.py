@@ -10,7 +10,7 @@ from rtkernels.ops.attention.chunk_attention import FORWARD
 
 def _call(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     qkv = x.detach().bfloat16().view(-1, 1, 256)  # two heads of q of 64, one of k and one of v
-    cache = torch.ones(1, 5, 1, 64, dtype=qkv.dtype, device=x.device).expand(qkv.shape[0], -1, -1, -1)
+    cache = qkv.new_ones(qkv.shape[0], 5, 1, 64)
     rope = rtkernels.rope_table(8, 64, device=x.device)
     return rtkernels.chunk_attention(qkv, cache, cache, rope, prefix=3)
 
