@@ -44,7 +44,7 @@ RTK_DEVICE void rotate_pairs(Raw<16>& low, Raw<16>& high, const float* cosines, 
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 1)
     chunk_attention(const T* qkv, const T* k_cache, const T* v_cache, const float* cosines, const float* sines, T* out,
                     i64 group, i64 kv_heads, i64 tokens, i64 prefix, i64 qkv_batch, i64 qkv_row, i64 k_batch, i64 k_row,
                     i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 angle_row, i64 constant, double scale) {
