@@ -245,7 +245,7 @@ class OurMath:
     """The same in kernels of rtkernels.
 
     Up to 16 action tokens run in five launches a layer: ``decode_linear`` has norm and residual sum inside, and
-    ``chunk_attention`` the rotation. Up to 64 run in six, more in eight, as the prefix does.
+    ``chunk_attention`` the rotation. More of them run in eight, as the prefix does.
 
     Args:
         sizes: Of the model.
@@ -259,7 +259,7 @@ class OurMath:
     """
 
     def __init__(self, sizes: Sizes, device: str, fp8: bool = False, calibration: Any = None) -> None:
-        self.few = sizes.horizon <= 64
+        self.few = sizes.horizon <= 16
         self.rope = rk.rope_table(sizes.tokens, sizes.head_dim, device=device)
         self.keys = {
             n: torch.tensor([n], dtype=torch.int32, device=device) for n in (sizes.context, sizes.tokens)
@@ -311,11 +311,7 @@ class OurMath:
     def few_tokens(self, x: Tensor, layer: Layer, first: Any, second: Any, sizes: Sizes, kept: Any) -> Tensor:
         """Return the residual stream behind a layer of the expert."""
         qkv = rk.decode_linear(x, layer["qkv"], constant=True, **first[0])
-        if len(x) <= 16:
-            y = rk.chunk_attention(qkv[None], *kept, self.rope, prefix=sizes.context, constant=True)
-        else:
-            y = self.attention(*self.heads(qkv, sizes, sizes.context, kept)[:3])
-        y = y.reshape(len(x), -1)
+        y = rk.chunk_attention(qkv[None], *kept, self.rope, prefix=sizes.context, constant=True).view(len(x), -1)
         x = rk.decode_linear(y, layer["out"], add=x, constant=True, **first[1])
         y = rk.decode_linear(x, layer["gate_up"], act="gelu_tanh", gated=True, constant=True, **second[0])
         return rk.decode_linear(y, layer["down"], add=x, constant=True, **second[1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import checks, decode_plan, few_plan, reference
+from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference
 from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
 from rtkernels.runtime.call.public import public
@@ -108,8 +108,8 @@ def _without_add(p: Product) -> Product:
 
 def _plan(call: DecodeLinear, device: int) -> Steps:
     p, target = _describe(call).product, device_info(device).target
-    if few_plan.unsupported(p, target) is None:
-        return few_plan.launches(p, device, call.norm_weight is not None, call.constant)
+    if chunk_plan.unsupported(p, target) is None:
+        return chunk_plan.launches(p, device, call.norm_weight is not None, call.constant)
     if decode_plan.unsupported(_without_add(p), target) is not None:
         return IN_TORCH
     return decode_plan.launches(p, device, call.norm_weight is not None, call.constant, True)
@@ -171,8 +171,7 @@ def decode_linear(
     in advance where they depend on the step only: the action expert of ``examples/vla_policy.py`` does so.
 
     Args:
-        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel, 64 in bfloat16 from sm_90 on with
-            weights of bfloat16 or float8_e4m3fn and scales of rows; more run in plain torch.
+        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel; more run in plain torch.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: Float32: one, one for each row of b, or, for codes, one for each 128 x 128 block or 128 of a row.
         bias: ``[n]``, any float dtype.
@@ -200,5 +199,8 @@ def decode_linear(
 
 
 OP = Op(
-    "decode_linear", public=("decode_linear",), kernels=(*decode_plan.KERNELS, *few_plan.KERNELS), torch_ops=(FORWARD,)
+    "decode_linear",
+    public=("decode_linear",),
+    kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS),
+    torch_ops=(FORWARD,),
 )

@@ -8,7 +8,7 @@ from support.compare import running_on
 from support.places import at
 
 import rtkernels
-from rtkernels.ops.gemm import decode_linear, decode_plan, few_plan
+from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.ops.quant import pack
@@ -145,10 +145,10 @@ def test_a_modulated_norm_and_a_gate(target: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("16bit", "e4m3_row", "e4m3_tensor"))
-@pytest.mark.parametrize(("m", "n", "k"), ((10, 70, 1088), (9, 33, 64), (17, 40, 2112), (50, 16, 144)))
-def test_nine_to_64_rows(name: str, m: int, n: int, k: int) -> None:
+@pytest.mark.parametrize(("m", "n", "k"), ((10, 70, 1088), (9, 33, 64), (16, 40, 2112), (13, 16, 144)))
+def test_nine_to_16_rows(name: str, m: int, n: int, k: int) -> None:
     given = case(name, m, n, k, add=True, bias=True, factor=0.5)
-    assert few_plan.unsupported(_described(given[0]), targets.parse("sm_90a")) is None
+    assert chunk_plan.unsupported(_described(given[0]), targets.parse("sm_90a")) is None
     checked(given)
     checked(case(name, m, n, k, gated=True, act="gelu_tanh", bias=True))
     checked(case(name, m, n, k, norm=True, add=True))
@@ -228,8 +228,7 @@ def test_nan_codes() -> None:
 
 def test_what_the_kernel_does_not_take_runs_in_torch() -> None:
     checked(case("16bit", 3, 5, 13))
-    checked(case("16bit", 65, 5, 64))
-    checked(case("16bit", 17, 5, 64, FP16))
+    checked(case("16bit", 17, 5, 64))
 
 
 def _product(m: int, n: int, k: int, **more) -> Product:
@@ -259,5 +258,4 @@ def emulated_coverage() -> None:
                     for m in (1, 9):
                         FORWARD.call(*case(name, m, 8, 64, dtype)[0])
             for name in ("16bit", "e4m3_row"):
-                for m in (9, 17, 33):
-                    FORWARD.call(*case(name, m, 8, 64)[0])
+                FORWARD.call(*case(name, 9, 8, 64)[0])

@@ -1,5 +1,5 @@
 // out[m, n] = factor act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n] for up to
-// 64 rows of x in bf16 and weights of bf16 or e4m3, where latency matters more than bandwidth. With a norm, x is
+// 16 TOKENS rows of x in bf16 and weights of bf16 or e4m3, where latency matters more than bandwidth. With a norm, x is
 // rms_norm(x): every x[m, k] is multiplied by offset + gain[k] and rounded, and the sums by the reciprocal of the row's root
 // mean square, so that no product waits for the sum of squares.
 //
@@ -12,7 +12,7 @@
 // The launch may start before the previous kernel has ended. With kConstant, it has then loaded the weights of its first
 // steps, usually all of them, and what belongs to rows of w.
 //
-// Shared memory: sums of the warps [8][16 TOKENS][kFewPitch], of which column 32 has the squares; then those of the blocks
+// Shared memory: sums of the warps [8][16 TOKENS][kChunkPitch], of which column 32 has the squares; then those of the blocks
 // [parts][tokens of a block][32] and [parts][tokens of a block].
 #include "gemm/gemm_skinny_finish.cuh"
 #include "gemm/gemm_skinny_weights.cuh"
@@ -22,31 +22,31 @@
 
 namespace rtk {
 
-inline constexpr int kFewWarps = 8;
-inline constexpr int kFewRows = 32;   // weight rows of a tile
-inline constexpr int kFewPitch = 36;  // sums from row to row in shared memory
-inline constexpr i64 kFewGated = 1, kFewConstant = 2, kFewNorm = 4;
+inline constexpr int kChunkWarps = 8;
+inline constexpr int kChunkRows = 32;   // weight rows of a tile
+inline constexpr int kChunkPitch = 36;  // sums from row to row in shared memory
+inline constexpr i64 kChunkGated = 1, kChunkConstant = 2, kChunkNorm = 4;
 
 // `types`: four bits each of bias, residual, activation (SkinnyTypes, SkinnyActivation).
 template <typename Codes, int TOKENS>
-__global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
-    gemm_few(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual, const u8* gain,
+__global__ void __launch_bounds__(kChunkWarps * 32, TOKENS == 1 ? 2 : 1)
+    gemm_chunk(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual, const u8* gain,
              bf16* out, i64 m, i64 n, i64 k, i64 x_pitch, i64 weight_pitch, i64 out_pitch, i64 residual_pitch, i64 scale_step,
              i64 parts_, i64 flags, i64 types, double eps, double offset, double factor) {
     extern __shared__ __align__(128) u8 memory[];
     using Weights = WeightCodes<Codes, bf16>;
-    constexpr int kTiles = kFewRows / 8, kParts = 16 / Weights::kBits;  // of eight weights, that a lane has of a step
-    constexpr int kFewSteps = 4 / kParts;                               // in flight
+    constexpr int kTiles = kChunkRows / 8, kParts = 16 / Weights::kBits;  // of eight weights, that a lane has of a step
+    constexpr int kChunkSteps = 4 / kParts;                               // in flight
     float* const warp_sums = reinterpret_cast<float*>(memory);
-    float* const block_sums = warp_sums + kFewWarps * 16 * TOKENS * kFewPitch;
+    float* const block_sums = warp_sums + kChunkWarps * 16 * TOKENS * kChunkPitch;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int parts = static_cast<int>(parts_), rank = parts == 1 ? 0 : ptx::cluster_rank();
     const int tile = static_cast<int>(blockIdx.x) / parts, tokens = static_cast<int>(m);
-    const bool gated = flags & kFewGated, normed = flags & kFewNorm, constant = flags & kFewConstant;
-    const int columns = gated ? kFewRows / 2 : kFewRows;
+    const bool gated = flags & kChunkGated, normed = flags & kChunkNorm, constant = flags & kChunkConstant;
+    const int columns = gated ? kChunkRows / 2 : kChunkRows;
     const i64 first_column = static_cast<i64>(tile) * columns, k_bytes = k * Weights::kBits / 8;
-    const int steps = static_cast<int>((k_bytes + 63) / 64), slices = parts * kFewWarps;
-    const int slice = rank * kFewWarps + warp;
+    const int steps = static_cast<int>((k_bytes + 63) / 64), slices = parts * kChunkWarps;
+    const int slice = rank * kChunkWarps + warp;
     const int begin = steps * slice / slices, end = steps * (slice + 1) / slices;
     const i64 column = first_column + lane % columns, row = column + (lane >= columns ? n : 0);  // of results of this lane
     const bool exists = column < n;
@@ -60,13 +60,13 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
         const i64 own = min(first_column + (gated ? i % 16 : i), n - 1);
         return weight + (own + (gated && i >= 16 ? n : 0)) * weight_pitch + 16 * t;
     };
-    Raw<16> of_w[kFewSteps][kTiles];
+    Raw<16> of_w[kChunkSteps][kTiles];
     auto load_weights = [&](int first) {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
             const u8* const from = row_of(j) + 64ll * first;
 #pragma unroll
-            for (int s = 0; s < kFewSteps; ++s) {
+            for (int s = 0; s < kChunkSteps; ++s) {
                 clear(of_w[s][j]);
                 if (first + s < end && 64ll * (first + s) + 16 * t < k_bytes) of_w[s][j] = ptx::ld_stream<16>(from + 64 * s);
             }
@@ -99,10 +99,10 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
     }
 
 #pragma unroll 1
-    for (int first = begin; first < end; first += kFewSteps) {
+    for (int first = begin; first < end; first += kChunkSteps) {
         if (first != begin) load_weights(first);
 #pragma unroll
-        for (int s = 0; s < kFewSteps; ++s)
+        for (int s = 0; s < kChunkSteps; ++s)
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 // Elements of k: the weights of part p of lane t are 8 of (64 / kBits 8) kParts.
@@ -147,12 +147,12 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
             }
     }
 
-    float* const own_sums = warp_sums + warp * (16 * TOKENS * kFewPitch);
+    float* const own_sums = warp_sums + warp * (16 * TOKENS * kChunkPitch);
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float* const to = own_sums + (16 * i + g + 8 * r) * kFewPitch;
+            float* const to = own_sums + (16 * i + g + 8 * r) * kChunkPitch;
 #pragma unroll
             for (int j = 0; j < kTiles; ++j)
                 *reinterpret_cast<float2*>(to + 8 * j + 2 * t) = make_float2(total[i][j][2 * r], total[i][j][2 * r + 1]);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
                 float square = squares[2 * i + r];
                 square += __shfl_xor_sync(0xffffffffu, square, 1);
                 square += __shfl_xor_sync(0xffffffffu, square, 2);
-                if (t == 0) to[kFewRows] = square;
+                if (t == 0) to[kChunkRows] = square;
             }
         }
     if (parts > 1) {
@@ -172,29 +172,29 @@ __global__ void __launch_bounds__(kFewWarps * 32, TOKENS == 1 ? 2 : 1)
     auto of_warps = [&](int token, int at) {
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kFewWarps; ++w) sum += warp_sums[(w * 16 * TOKENS + token) * kFewPitch + at];
+        for (int w = 0; w < kChunkWarps; ++w) sum += warp_sums[(w * 16 * TOKENS + token) * kChunkPitch + at];
         return sum;
     };
     const int own_tokens = (tokens + parts - 1) / parts;  // those of block r are r, r + parts, ...
-    float* const block_squares = block_sums + parts * own_tokens * kFewRows;
+    float* const block_squares = block_sums + parts * own_tokens * kChunkRows;
     if (parts > 1) {
-        for (int token = warp; token < tokens; token += kFewWarps) {
+        for (int token = warp; token < tokens; token += kChunkWarps) {
             const int at = rank * own_tokens + token / parts;
-            ptx::st_cluster(ptx::shared_address(block_sums + at * kFewRows + lane), token % parts, of_warps(token, lane));
+            ptx::st_cluster(ptx::shared_address(block_sums + at * kChunkRows + lane), token % parts, of_warps(token, lane));
             if (normed && lane == 0)
-                ptx::st_cluster(ptx::shared_address(block_squares + at), token % parts, of_warps(token, kFewRows));
+                ptx::st_cluster(ptx::shared_address(block_squares + at), token % parts, of_warps(token, kChunkRows));
         }
         ptx::cluster_barrier();
     }
-    for (int own = warp; rank + own * parts < tokens; own += kFewWarps) {
+    for (int own = warp; rank + own * parts < tokens; own += kChunkWarps) {
         const int token = rank + own * parts;
         float sum = 0.0f, square = 0.0f;
         if (parts == 1) {
             sum = of_warps(token, lane);
-            if (normed) square = of_warps(token, kFewRows);
+            if (normed) square = of_warps(token, kChunkRows);
         } else {
             for (int p = 0; p < parts; ++p) {
-                sum += block_sums[(p * own_tokens + own) * kFewRows + lane];
+                sum += block_sums[(p * own_tokens + own) * kChunkRows + lane];
                 if (normed) square += block_squares[p * own_tokens + own];
             }
         }

@@ -1,4 +1,4 @@
-"""Linear layers of 9 to 64 tokens whose time is latency, with a norm in front: kernel record and launches.
+"""Linear layers of 9 to 16 tokens whose time is latency, with a norm in front: kernel record and launches.
 
 ``decode_linear`` uses them; ``decode_plan`` has the kernel for fewer tokens and other types.
 """
@@ -11,22 +11,22 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.targets import Target
 
-MIN_ROWS, MAX_ROWS = 9, 64
+MIN_ROWS, MAX_ROWS = 9, 16  # 50 rows in tiles of 64 take longer than norms and products of their own
 
-# As in gemm_few.cu.
+# As in gemm_chunk.cu.
 _WARPS = 8  # of a block
 _TILE_ROWS = 32  # weight rows of a tile
 _PITCH = 36  # sums from row to row in shared memory
 _STEP_BYTES = 64  # of a row of weights, of a warp's step
 _PARTS = (4, 2, 1)  # blocks of a cluster
 _ROUND = 1.25  # most blocks per SM if tiles are shared
-_TOKENS = (1, 2, 4)  # tiles of 16 rows
+_TOKENS = (1,)  # tiles of 16 rows
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _CONSTANT, _NORM = 1, 2, 4
 
 _KERNEL = Kernel(
-    "gemm/gemm_few.cu", "gemm_few", template="Codes TOKENS", max_registers=255, needs=("cluster", "pdl"), tier="serve",
+    "gemm/gemm_chunk.cu", "gemm_chunk", template="Codes TOKENS", max_registers=255, needs=("cluster", "pdl"), tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr gain:ptr out:ptr m:i64 n:i64 k:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_step:i64 parts_:i64 flags:i64 types:i64 eps:f64 "
     "offset:f64 factor:f64",
