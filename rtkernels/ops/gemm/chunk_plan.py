@@ -26,7 +26,8 @@ _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _CONSTANT, _NORM = 1, 2, 4
 
 _KERNEL = Kernel(
-    "gemm/gemm_chunk.cu", "gemm_chunk", template="Codes TOKENS", max_registers=255, needs=("cluster", "pdl"), tier="serve",
+    "gemm/gemm_chunk.cu", "gemm_chunk", template="Codes TOKENS", max_registers=128, needs=("cluster", "pdl"),
+    tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr gain:ptr out:ptr m:i64 n:i64 k:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_step:i64 parts_:i64 flags:i64 types:i64 eps:f64 "
     "offset:f64 factor:f64",
