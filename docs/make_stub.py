@@ -151,8 +151,12 @@ WORDS_OF: dict[tuple[str, str], str] = {
     ("quantize_nvfp4", "elem_rule"): "rne away zero",
     ("fp8_linear", "recipe"): f"{_FP8_RECIPES} smooth",
     ("fp8_weight", "recipe"): _FP8_RECIPES,
+    ("decode_linear", "packed"): "int4 uint4",
     ("fp8_linear", "wgrad"): "fp8 bf16",
-    **{(name, "act"): _PRODUCT_ACTS for name in ("gated_mm", "grouped_mm", "grouped_mm_masked", "scaled_mm")},
+    **{
+        (name, "act"): _PRODUCT_ACTS
+        for name in ("decode_linear", "gated_mm", "grouped_mm", "grouped_mm_masked", "scaled_mm")
+    },
     **{
         (name, "layout"): "blhd bhld"
         for name in ("attention", "merge_attention", "mla_attention", "sage_attention")

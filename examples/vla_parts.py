@@ -46,6 +46,7 @@ class Policy:
             for part in ("vision", "prefix", "expert")
         }
         self.ends = ops.prepare("ends", weights["ends"])
+        self.folded = ops.fold(self.layers["expert"], weights["expert"], self.styles)
         self.vision_layer, self.gemma_layer, self.expert_layer = self._vision, self._gemma, self._expert
         for kind in ("vision", "gemma", "expert") if compiled is not None else ():
             mode = "max-autotune-no-cudagraphs" if kind in compiled else None
@@ -127,7 +128,10 @@ class Policy:
         ops, h, gate = self.ops, None, None
         x = self.embed_actions(actions.bfloat16(), step)
         for i, layer in enumerate(self.layers["expert"]):
-            x, h, gate = self.expert_layer(x, h, gate, layer, *self.styles[step][i], cache[i])
+            if self.folded is None:
+                x, h, gate = self.expert_layer(x, h, gate, layer, *self.styles[step][i], cache[i])
+            else:
+                x = ops.few_tokens(x, layer, *self.folded[step][i], self.sizes, cache[i])
         style = self.last_styles[step]
         y, _, _ = ops.norm(x, self.ends, "action_norm", feeds=None, residual=h, gate=gate, style=style)
         velocity = ops.linear(y, self.ends, "action_out")
@@ -192,6 +196,9 @@ class TorchMath:
     def narrowed(self, x: Tensor, layer: Layer, name: str) -> Tensor:
         return x
 
+    def fold(self, layers: list[Layer], plain: list[Layer], styles: Any) -> None:
+        return None
+
     def gated(self, x: Tensor, layer: Layer) -> Tensor:
         gate, up = F.linear(x, layer["gate_up"]).chunk(2, -1)
         return F.linear(gelu_tanh(gate) * up, layer["down"])
@@ -237,16 +244,22 @@ class TorchMath:
 class OurMath:
     """The same in kernels of rtkernels.
 
+    Up to 16 action tokens run in five launches a layer: ``decode_linear`` has norm and residual sum inside, and
+    ``chunk_attention`` the rotation. More of them run in eight, as the prefix does.
+
     Args:
         sizes: Of the model.
         device: Where it runs.
-        fp8: Products of layers take fp8 codes, with one static scale for each input and each weight. Where quantisation
-            would need a launch of its own it does not pay off for the ten tokens of the expert: its `out` and `down`
-            stay in bfloat16. The product before the prefix's `down` writes codes with one scale per 128 elements.
+        fp8: Weights of layers are fp8 codes with one scale, and so are inputs of products, with a static scale each.
+            Those of the expert stay in bfloat16 where ``decode_linear`` takes them: only reading weights takes time
+            there. For more action tokens, `out` and `down` of the expert stay in bfloat16, because a launch to quantise
+            their inputs does not pay off. The product before the prefix's `down` writes codes with one scale per 128
+            elements.
         calibration: Knows the scales of inputs (fp8), or records what they must be (without).
     """
 
     def __init__(self, sizes: Sizes, device: str, fp8: bool = False, calibration: Any = None) -> None:
+        self.few = sizes.horizon <= 16
         self.rope = rk.rope_table(sizes.tokens, sizes.head_dim, device=device)
         self.keys = {
             n: torch.tensor([n], dtype=torch.int32, device=device) for n in (sizes.context, sizes.tokens)
@@ -260,11 +273,48 @@ class OurMath:
             parts["patch"] = F.pad(layer["patch"], (0, -layer["patch"].shape[1] % 8))
         if not self.fp8 or site == "ends":
             return parts
-        names = ("qkv", "gate_up") if site.startswith("expert") else ("qkv", "out", "gate_up", "up", "down")
+        expert = site.startswith("expert")
+        names = ("qkv", "gate_up") if expert and not self.few else ("qkv", "out", "gate_up", "up", "down")
         for name in [name for name in names if name in layer]:
             parts[name], parts[f"{name}_scale"] = rk.quantize_fp8(layer[name])
-            parts[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
+            if not (expert and self.few):
+                parts[f"{name}_quant"] = self.calibration.quant(f"{site}.{name}", layer[name].device)
         return parts
+
+    def fold(self, layers: list[Layer], plain: list[Layer], styles: Any) -> list[list[tuple[Any, Any]]] | None:
+        """Return what ``few_tokens`` takes of the modulations of each step and layer.
+
+        They depend on the step only, so the product of a shift with the weights that follow is a bias known in advance,
+        and a gate is a factor of each row of the weights before it.
+        """
+        if not self.few:
+            return None
+
+        def half(i: int, name: str, style: Tensor | None, feeds: str, last: str) -> tuple[Any, Any]:
+            first, end = layers[i].get(f"{feeds}_scale"), layers[i].get(f"{last}_scale")
+            if style is None:  # Gemma's norms: 1 + weight in float32
+                weight = (layers[i][name].float() - 1).bfloat16()
+                return {"norm_weight": weight, "offset": 1.0, "scale_b": first}, {"scale_b": end}
+            scale, shift, gate = style.chunk(3)
+            bias = plain[i][feeds].float() @ shift.float()
+            gate = gate.float() if end is None else gate.float() * end
+            return {"norm_weight": scale, "offset": 1.0, "bias": bias, "scale_b": first}, {"scale_b": gate}
+
+        return [
+            [
+                (half(i, "norm1", style1, "qkv", "out"), half(i, "norm2", style2, "gate_up", "down"))
+                for i, (style1, style2) in enumerate(of_step)
+            ]
+            for of_step in styles
+        ]
+
+    def few_tokens(self, x: Tensor, layer: Layer, first: Any, second: Any, sizes: Sizes, kept: Any) -> Tensor:
+        """Return the residual stream behind a layer of the expert."""
+        qkv = rk.decode_linear(x, layer["qkv"], constant=True, **first[0])
+        y = rk.chunk_attention(qkv[None], *kept, self.rope, prefix=sizes.context, constant=True).view(len(x), -1)
+        x = rk.decode_linear(y, layer["out"], add=x, constant=True, **first[1])
+        y = rk.decode_linear(x, layer["gate_up"], act="gelu_tanh", gated=True, constant=True, **second[0])
+        return rk.decode_linear(y, layer["down"], add=x, constant=True, **second[1])
 
     def _seen(self, x: Tensor, layer: Layer, name: str | None) -> None:
         if self.calibration is not None and not self.fp8 and name is not None:
@@ -291,7 +341,7 @@ class OurMath:
     ) -> Tensor:
         options = {"bias": layer.get(f"{name}_bias") if bias else None, "act": act}
         if x.dtype != FP8:
-            return rk.scaled_mm(x, layer[name], **options)
+            return rk.scaled_mm(x, layer[name], scale_b=layer.get(f"{name}_scale"), **options)
         acc = "fast" if scale is None and len(x) > 64 else "auto"
         scales = layer[f"{name}_quant"].scale if scale is None else scale, layer[f"{name}_scale"]
         return rk.scaled_mm(x, layer[name], *scales, acc=acc, out_dtype=torch.bfloat16, **options)
@@ -302,7 +352,7 @@ class OurMath:
 
     def gated(self, x: Tensor, layer: Layer) -> Tensor:
         if x.dtype != FP8:
-            y = rk.gated_mm(x, layer["gate_up"], act="gelu_tanh")
+            y = rk.gated_mm(x, layer["gate_up"], scale_b=layer.get("gate_up_scale"), act="gelu_tanh")
             self._seen(y, layer, "down")
             return self.linear(y, layer, "down")
         given = (x, layer["gate_up"], layer["gate_up_quant"].scale, layer["gate_up_scale"])

@@ -36,6 +36,7 @@ from rtkernels.ops.act.glu_fp8 import GluFp8Gradients
 from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8
 from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8Gradients
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
+from rtkernels.ops.attention.chunk_attention import chunk_attention as chunk_attention
 from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as gated_delta_rule_step
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
@@ -940,6 +941,14 @@ def scaled_mm(
     Literal['1x128', 'row', '1x16'] | None = None, b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend:
     Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'torch'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+def decode_linear(
+    a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: Literal['relu', 'silu',
+    'gelu_tanh', 'gelu'] | None = None, gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-06,
+    offset: float = 0.0, add: Tensor | None = None, factor: float = 1.0, packed: Literal['int4', 'uint4'] | None =
+    None, constant: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return a linear layer of a few tokens, with the norm before it and the residual sum behind it in one launch."""
 
 @overload
 def index_select(

@@ -143,6 +143,7 @@ def calls(rtk: Any, device: str) -> dict[str, tuple[float, Callable[[], Case]]]:
         "lightning_attention_step": lambda: lambda: rtk.lightning_attention_step(*step, decay, state),
         "quantize_v": lambda: lambda: rtk.quantize_v(v),
         "scaled_mm": lambda: lambda: rtk.scaled_mm(x, square),
+        "decode_linear": lambda: lambda: rtk.decode_linear(x[:1], square, norm_weight=w),
         "gated_mm": lambda: lambda: rtk.gated_mm(x, square),
         "grouped_mm": lambda: lambda: rtk.grouped_mm(x, experts, offs=offsets),
         "grouped_mm_masked": lambda: lambda: rtk.grouped_mm_masked(

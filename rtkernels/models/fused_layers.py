@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models import decoding, replace, reuse, served
+from rtkernels.models import decoding, fused_mla, replace, reuse, served
 from rtkernels.models import fp8 as quantized
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
@@ -371,6 +371,8 @@ def fuse(model: nn.Module, record: Callable[[str, str, nn.Module, str | None], N
         try:
             if is_layer(module):
                 replace.change(module, _layer_kind(module))
+            elif fused_mla.is_latent(module):
+                replace.change(module, fused_mla.kind_of(module, form_of))
             elif is_attention(module):
                 replace.change(module, _attention_kind(module))
                 _put_together(module, _QKV)

@@ -295,6 +295,10 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "dequantize_fp8_smooth": lambda **n: rtkernels.dequantize_fp8_smooth(_f8(4, 128), torch.ones(4), **n),
     "embedding": lambda **n: rtkernels.embedding(_ids(), torch.ones(4, 8), **n),
     "embedding_grad_": lambda **n: rtkernels.embedding_grad_(torch.ones(4, 8), _ids(), torch.ones(3, 8), **n),
+    "chunk_attention": lambda **n: rtkernels.chunk_attention(
+        _b16(1, 3, 512), _b16(1, 9, 1, 128), _b16(1, 9, 1, 128), (torch.ones(16, 64),) * 2, **{"prefix": 5, **n}
+    ),
+    "decode_linear": lambda **n: rtkernels.decode_linear(_b16(4, 8), _b16(8, 8), norm_weight=_b16(8), **n),
     "gated_mm": lambda **n: rtkernels.gated_mm(_b16(4, 8), _b16(8, 8), **n),
     "grouped_mm": lambda **n: rtkernels.grouped_mm(_b16(4, 8), _b16(2, 8, 8), offs=_offs(), **n),
     "grouped_mm_masked": lambda **n: rtkernels.grouped_mm_masked(

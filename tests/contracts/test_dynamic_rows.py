@@ -89,6 +89,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "fp8_linear, row": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="row"),
     "fp8_linear, smooth": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="smooth", smooth=WEIGHT),
     "fp8_linear, tensor": lambda x, ids: rtk.fp8_linear(x, WEIGHTS, recipe="tensor"),
+    "decode_linear": lambda x, ids: rtk.decode_linear(x.detach().bfloat16(), MATRIX.bfloat16()),
     "gated_mm": lambda x, ids: rtk.gated_mm(x.bfloat16(), MATRIX.bfloat16()),
     "glu": lambda x, ids: rtk.glu(x),
     "glu_fp8": lambda x, ids: rtk.glu_fp8(x)[:2],

@@ -85,6 +85,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "quantize_fp8_smooth": {"x": _f(4, 8), "smooth": _f(8)},
     "scaled_mm": {"a": _h(4, 64), "b": _h(8, 64), "bias": _h(8), "add": _h(4, 8)},
     "gated_mm": {"a": _h(4, 64), "b": _h(16, 64)},
+    "decode_linear": {"a": _h(4, 64), "b": _h(8, 64), "bias": _h(8), "add": _h(4, 8), "norm_weight": _h(64), "eps": 1},
     "grouped_mm": {"a": _h(6, 64), "b": _h(2, 8, 64), "offs": _i(2, 6)},
     "grouped_wgrad": {"dy": _h(6, 16), "x": _h(6, 8), "offs": _i(2, 6)},
     "fp8_linear": {"x": _h(16, 128), "weight": _h(128, 128), "bias": _h(128)},
@@ -99,6 +100,10 @@ RIGHT: dict[str, dict[str, Any]] = {
     "sdpa": {"query": _h(1, 2, 5, 64), "key": _h(1, 2, 7, 64), "value": _h(1, 2, 7, 64)},
     "attention_decode": {
         "q": _h(2, 1, 2, 64), "k_cache": _h(2, 16, 2, 64), "v_cache": _h(2, 16, 2, 64), "seqlens": _i(3, 4),
+    },
+    "chunk_attention": {
+        "qkv": _h(1, 3, 512), "k_cache": _h(1, 9, 1, 128), "v_cache": _h(1, 9, 1, 128),
+        "rope": (_f(16, 64), _f(16, 64)), "prefix": 5,
     },
     "merge_attention": {"outs": [_h(1, 5, 2, 64)] * 2, "lses": [_f(1, 2, 5)] * 2},
     "lightning_attention": {"q": _h(1, 8, 2, 64), "k": _h(1, 8, 2, 64), "v": _h(1, 8, 2, 64), "decay": _f(2)},

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import checks, decode_plan, reference
+from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference
 from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
+from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import check_same, row_stride
+from rtkernels.runtime.operator.arguments import check_number
+from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
@@ -104,8 +107,10 @@ def _without_add(p: Product) -> Product:
 
 
 def _plan(call: DecodeLinear, device: int) -> Steps:
-    p = _describe(call).product
-    if decode_plan.unsupported(_without_add(p), device_info(device).target) is not None:
+    p, target = _describe(call).product, device_info(device).target
+    if chunk_plan.unsupported(p, target) is None:
+        return chunk_plan.launches(p, device, call.norm_weight is not None, call.constant)
+    if decode_plan.unsupported(_without_add(p), target) is not None:
         return IN_TORCH
     return decode_plan.launches(p, device, call.norm_weight is not None, call.constant, True)
 
@@ -148,4 +153,54 @@ def unsupported(
     return decode_plan.unsupported(_describe(call).product, device_info(a.get_device()).target)
 
 
-OP = Op("decode_linear", public=(), kernels=decode_plan.KERNELS, torch_ops=(FORWARD,))
+@public
+def decode_linear(
+    a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: str | None = None,
+    gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+    add: Tensor | None = None, factor: float = 1.0, packed: str | None = None, constant: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a linear layer of a few tokens, with the norm before it and the residual sum behind it in one launch.
+
+    ``factor * act(rms_norm(a) @ b.T * scale_b + bias) + add``, in fp32, rounded once (the norm's result is rounded as
+    well). Gated, b has two halves of rows and the activation is ``act(first half) * second half``. The weights are
+    read once, at the speed of memory.
+
+    A modulated norm, ``norm(x) * (1 + scale) + shift``, is ``norm_weight=scale, offset=1`` with ``shift @ b.T`` as the
+    bias. A gate in front of the residual sum is a factor for each result, which `scale_b` takes. Both can be computed
+    in advance where they depend on the step only: the action expert of ``examples/vla_policy.py`` does so.
+
+    Args:
+        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel; more run in plain torch.
+        b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
+        scale_b: Float32: one, one for each row of b, or, for codes, one for each 128 x 128 block or 128 of a row.
+        bias: ``[n]``, any float dtype.
+        act: "relu", "silu", "gelu_tanh", "gelu" or None.
+        gated: b has two halves; `act` is required.
+        norm_weight: ``[k]``, a's dtype: a is normalised by its root mean square, and multiplied by
+            ``offset + norm_weight``.
+        eps: Of the norm.
+        offset: Added to `norm_weight`.
+        add: The residual, shape and dtype of the result.
+        factor: Multiplies the result before `add` is added.
+        packed: "int4" or "uint4" if b holds two codes in a byte.
+        constant: No kernel that may still be running writes b, `scale_b`, `bias` or `norm_weight`, as in a captured
+            model. The kernel then loads them before the previous kernel has ended.
+        out: Memory for the result.
+
+    Returns:
+        ``[..., n]`` (gated: half of b's rows) in a's dtype. There is no gradient.
+    """
+    if packed not in (None, "int4", "uint4"):
+        raise ArgumentError(f"packed is {packed!r}; expected 'int4', 'uint4' or None")
+    refuse_gradients("decode_linear", [t for t in (a, b, scale_b, bias, norm_weight, add) if t is not None])
+    numbers = (check_number(name, value) for name, value in (("eps", eps), ("offset", offset), ("factor", factor)))
+    return FORWARD.call(a, b, scale_b, bias, add, norm_weight, packed, act, bool(gated), bool(constant), *numbers)
+
+
+OP = Op(
+    "decode_linear",
+    public=("decode_linear",),
+    kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS),
+    torch_ops=(FORWARD,),
+)

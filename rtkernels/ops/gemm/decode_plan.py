@@ -85,9 +85,9 @@ def unsupported(product: Product, target: Target) -> str | None:
 
 
 def _fits(s: Scales, p: Product) -> bool:
-    if s.token != "fp32" or s.swizzled or s.rows not in (0, 1, 128) or p.b.token in FLOAT16:
+    if s.token != "fp32" or s.swizzled or s.rows not in (0, 1, 128):
         return False
-    return not _varies(s, p.k) or s.depth == _GROUP
+    return not _varies(s, p.k) or (s.depth == _GROUP and p.b.token not in FLOAT16)
 
 
 def _varies(s: Scales | None, k: int) -> bool:
