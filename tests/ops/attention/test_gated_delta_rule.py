@@ -33,7 +33,7 @@ def recurrence(q, k, v, g, beta, state, scale: float, l2norm: bool) -> tuple[Ten
     q, k = (t.repeat_interleave(each, 1) for t in (q, k))
     outs = []
     for t in range(q.shape[0]):
-        state = torch.exp(g[t])[:, None, None] * state
+        state = torch.exp(g[t]).unflatten(0, (-1, 1) if g.dim() == 2 else (-1,)).unsqueeze(-1) * state
         update = beta[t][:, None] * (v[t] - (k[t].unsqueeze(1) @ state).squeeze(1))
         state = state + k[t].unsqueeze(2) * update.unsqueeze(1)
         outs.append(scale * (q[t].unsqueeze(1) @ state).squeeze(1))
