@@ -28,7 +28,7 @@ struct KdaGradArguments {
 };
 
 template <typename T, int DK>
-__global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGradArguments<T> args) {
+__global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaGradArguments<T> args) {
     using Tile = MmaTile<64>;
     constexpr u32 kBytes = kDelta * Tile::kPitch;
     constexpr int kPitch = 65, kHalves = DK / 64;
@@ -80,9 +80,9 @@ __global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGrad
         return (value < kMinDecay ? kMinDecay : value) * kLog2e;
     };
     float of_beta = 0.0f, dots[2] = {0.0f, 0.0f};  // of a row: dbeta, Q . dQ, K . dK
-    float kept[kHalves][2][16];                    // dQ and dK of a row and 16 channels
+    float kept[2][16];                             // dQ and dK of a row and 16 of the first 64 channels
 
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
         const int vectors = min(static_cast<int>(args.d_k) - 64 * half, 64) / 8;
         __syncthreads();
@@ -197,13 +197,15 @@ __global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGrad
             }
             const float by = of_queries ? factor : -1.0f;
 #pragma unroll
-            for (int n = 0; n < 8; ++n)
+            for (int n = 0; n < 8; ++n) {
+                __syncwarp();  // loads stay here: registers
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int d = 8 * n + lane % 4 * 2 + e % 2;
                     const float own = c[(own_row + lane / 4 + e / 2 * 8) * kPitch + d];
                     by_state[n][e] = by * ptx::ex2(own) * by_state[n][e] + decay_between(own, c[own_row * kPitch + d]) * others[n][e];
                 }
+            }
         }
         // Z of the state, with its part of dc at the end of the chunk, then of other blocks.
 #pragma unroll
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGrad
         }
         __syncthreads();
         {  // the rows of a block among each other
-            float decays[16], keys[16], column[16], dc[16];
+            float decays[16], keys[16], column[16];
             auto read = [&](const u8* tile, int i) {
                 T value = *reinterpret_cast<const T*>(tile + Tile::offset(i, channel / 8) + channel % 8 * 2);
                 float f[1];
@@ -278,13 +280,13 @@ __global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGrad
                     column[j] += decays[j] * (x * query + n * beta * key);
                 }
                 own[0] = dquery, own[kDelta * kPitch] = y;
-                dc[i] = query * dquery + beta * key * y;
+                own[2 * kDelta * kPitch] = query * dquery + beta * key * y;  // of dc
             }
-            float sum = 0.0f;
+            float sum = 0.0f, dc[16];
 #pragma unroll
             for (int i = 15; i >= 0; --i) {
                 float* const own = sums + (16 * block + i) * kPitch + channel;
-                sum += dc[i] - keys[i] * column[i];
+                sum += own[2 * kDelta * kPitch] - keys[i] * column[i];
                 dc[i] = sum;
                 own[2 * kDelta * kPitch] = betas[16 * block + i] * own[kDelta * kPitch] + column[i];  // dK
             }
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGrad
                 const float dquery = own[0], y = own[kDelta * kPitch], dkey = own[2 * kDelta * kPitch];
                 of_beta += norms[0][row] * key[e] * y;
                 dots[0] += norms[1][row] * query[e] * dquery, dots[1] += norms[0][row] * key[e] * dkey;
-                kept[half][0][8 * v + e] = dquery, kept[half][1][8 * v + e] = dkey;
+                if (half + 1 < kHalves) kept[0][8 * v + e] = dquery, kept[1][8 * v + e] = dkey;
             }
         }
     }
@@ -327,7 +329,8 @@ __global__ void __launch_bounds__(256) kda_grads(const __grid_constant__ KdaGrad
             for (int which = 0; which < 2; ++which) {
                 float f[8];
 #pragma unroll
-                for (int e = 0; e < 8; ++e) f[e] = kept[half][which][8 * v + e];
+                for (int e = 0; e < 8; ++e)
+                    f[e] = half + 1 < kHalves ? kept[which][8 * v + e] : sums[(2 * which * kDelta + row) * kPitch + 16 * part + 8 * v + e];
                 if (args.l2norm) {
                     const float norm = norms[1 - which][row];
                     float x[8];

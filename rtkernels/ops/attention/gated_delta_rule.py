@@ -170,7 +170,14 @@ _differentiable = applied(_GatedDeltaRule)
 def _for_channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return q and k, with a copy for each head of v if there is a decay per channel."""
     count = q.shape[-2] if q.dim() > 1 else 0
-    if g.dim() != v.dim() or not count or k.shape != q.shape or v.dim() != q.dim() or v.shape[-2] % count or v.shape[-2] == count:
+    if (
+        g.dim() != v.dim()
+        or not count
+        or k.shape != q.shape
+        or v.dim() != q.dim()
+        or v.shape[-2] % count
+        or v.shape[-2] == count
+    ):
         return q, k
     return q.repeat_interleave(v.shape[-2] // count, -2), k.repeat_interleave(v.shape[-2] // count, -2)
 

@@ -173,8 +173,12 @@ def test_states_carry_on(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    from ops.attention import test_kda
+
     test_packed_sequences("sm_90")
     test_steps_are_the_whole("sm_90")
+    test_kda.test_packed_sequences("sm_90")
+    test_kda.test_steps_are_the_whole("sm_90")
 
 
 @at("sm_90", "cuda")

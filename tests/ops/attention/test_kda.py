@@ -77,7 +77,9 @@ def test_decays_that_differ_much(place: str) -> None:
 @at("cpu", "sm_80", "cuda")
 def test_equal_keys(place: str) -> None:
     q, k, v, g, beta, state = inputs(70, 1, 16, 16, 1, BF16, 0.01)
-    check([q, k[:1].expand_as(k).contiguous(), v, g, torch.ones_like(beta), state], None, place)
+    # dbeta is a difference of larger sums; keys times their decays are rounded, unlike those of the rule by heads.
+    tensors = [q, k[:1].expand_as(k).contiguous(), v, g, torch.ones_like(beta), state]
+    check(tensors, None, place, tolerance=2.0**-5)
 
 
 @at("cpu", "sm_80", "cuda")
@@ -143,9 +145,7 @@ test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
             r"g has shape \(1, 4, 2, 8\); expected \(1, 4, 2, 16\)",
         ),
         "step": (
-            lambda: gated_delta_rule_step(
-                *(_Q[:, 0],) * 3, torch.zeros(1, 2, 24), _G[:, 0], torch.zeros(1, 2, 16, 16)
-            ),
+            lambda: gated_delta_rule_step(*(_Q[:, 0],) * 3, torch.zeros(1, 2, 24), _G[:, 0], torch.zeros(1, 2, 16, 16)),
             r"g has shape \(1, 2, 24\); expected \(1, 2, 16\)",
         ),
     }
