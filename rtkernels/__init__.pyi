@@ -40,6 +40,7 @@ from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as ga
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
+from rtkernels.ops.attention.sparse_mla import sparse_mla as sparse_mla
 from rtkernels.ops.attention.ssd import ssd_step as ssd_step
 from rtkernels.ops.gemm.fp8_linear import Fp8Weight
 from rtkernels.ops.index.embedding import embedding as embedding

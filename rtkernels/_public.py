@@ -105,6 +105,7 @@ OPS = {
     "gated_delta_rule_step": "ops.attention.gated_delta_rule",
     "ssd": "ops.attention.ssd",
     "ssd_step": "ops.attention.ssd",
+    "sparse_mla": "ops.attention.sparse_mla",
     "add_": "ops.pointwise.inplace",
     "add_bias": "ops.pointwise.add_residual",
     "add_residual": "ops.pointwise.add_residual",
