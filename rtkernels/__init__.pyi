@@ -37,6 +37,8 @@ from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8
 from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8Gradients
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
 from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as gated_delta_rule_step
+from rtkernels.ops.attention.indexer import indexer_logits as indexer_logits
+from rtkernels.ops.attention.indexer import indexer_topk as indexer_topk
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa

@@ -106,6 +106,8 @@ OPS = {
     "ssd": "ops.attention.ssd",
     "ssd_step": "ops.attention.ssd",
     "sparse_mla": "ops.attention.sparse_mla",
+    "indexer_logits": "ops.attention.indexer",
+    "indexer_topk": "ops.attention.indexer",
     "add_": "ops.pointwise.inplace",
     "add_bias": "ops.pointwise.add_residual",
     "add_residual": "ops.pointwise.add_residual",
