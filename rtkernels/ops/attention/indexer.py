@@ -102,7 +102,7 @@ def _plan(q, k, key_scales, starts, ends, page_table, device) -> Steps:
 def _plan_best(q, k, key_scales, starts, ends, page_table, count, device) -> Steps:
     given = {"key_scales": key_scales, "starts": starts, "ends": ends, "page_table": page_table}
     keys, steps, most = _keys(k, page_table), [], 0
-    for first, tokens in _chunks(q.shape[0], keys, page_table is not None):
+    for first, tokens in _chunks(q.shape[0] if count else 0, keys, page_table is not None):
         most = max(most, tokens)
         if keys:
             steps.append(_scores(q, k, given, "scores", first, tokens, device))
