@@ -42,7 +42,6 @@ from rtkernels.ops.attention.indexer import indexer_topk as indexer_topk
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
-from rtkernels.ops.attention.sparse_mla import sparse_mla as sparse_mla
 from rtkernels.ops.attention.ssd import ssd_step as ssd_step
 from rtkernels.ops.gemm.fp8_linear import Fp8Weight
 from rtkernels.ops.index.embedding import embedding as embedding
@@ -1257,6 +1256,26 @@ def ssd(
     dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False, out: Tensor | tuple[Tensor | None, ...] | None =
     None
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+@overload
+def sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512, positions: Tensor |
+    None = None, sinks: Tensor | None = None, return_lse: Literal[False] = False, out: Tensor | tuple[Tensor | None,
+    ...] | None = None
+) -> Tensor:
+    """Return latent attention of each token over the keys that its indices choose (DeepSeek sparse attention)."""
+@overload
+def sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512, positions: Tensor |
+    None = None, sinks: Tensor | None = None, return_lse: Literal[True], out: Tensor | tuple[Tensor | None, ...] |
+    None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512, positions: Tensor |
+    None = None, sinks: Tensor | None = None, return_lse: bool = False, out: Tensor | tuple[Tensor | None, ...] | None
+    = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

@@ -37,14 +37,14 @@ CHUNK = Kernel(
 )  # fmt: skip
 SCAN = Kernel(
     "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT CHANNELS", max_registers=255,
-    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr updates:ptr "
-    f"{_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
+    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr "
+    f"states:ptr updates:ptr {_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 REVERSE = Kernel(
     "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT CHANNELS", max_registers=255,
-    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr dstates:ptr "
-    f"drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
+    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr "
+    f"dv:ptr dstates:ptr drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
@@ -54,7 +54,8 @@ GRADS = Kernel(
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
-    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T CHANNELS", max_registers=128, tier="serve",
+    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T CHANNELS", max_registers=128,
+    tier="serve",
     args="q:ptr k:ptr v:ptr g:ptr beta:ptr state:ptr out:ptr heads:i64 key_heads:i64 d_k:i64 d_v:i64 q_batch:i64 "
     "q_head:i64 k_batch:i64 k_head:i64 v_batch:i64 v_head:i64 l2norm:i64 scale:f64",
     variants=[(t, channels) for t in _TOKENS for channels in (False, True)],
@@ -62,14 +63,14 @@ STEP = Kernel(
 # With a decay per channel.
 KDA_CHUNK = Kernel(
     "attention/kda_chunk.cu", "kda_chunk", template="T DK", max_registers=255,
-    args="q:ptr k:ptr g:ptr beta:ptr cu:ptr solve:ptr inner:ptr rows:ptr keys_before:ptr queries_before:ptr keys_after:ptr "
-    f"sequences:i64 length:i64 heads:i64 key_heads:i64 d_k:i64 {stride_arguments('q k')} l2norm:i64 scale:f64",
+    args="q:ptr k:ptr g:ptr beta:ptr cu:ptr solve:ptr inner:ptr rows:ptr keys_before:ptr queries_before:ptr "
+    f"keys_after:ptr sequences:i64 length:i64 heads:i64 key_heads:i64 d_k:i64 {stride_arguments('q k')} l2norm:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip
 KDA_GRADS = Kernel(
     "attention/kda_grads.cu", "kda_grads", template="T DK", max_registers=255, struct=True,
-    args="q:ptr k:ptr v:ptr dout:ptr g:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
-    "dbeta:ptr sequences:i64 length:i64 heads:i64 d_k:i64 d_v:i64 "
+    args="q:ptr k:ptr v:ptr dout:ptr g:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr "
+    "dk:ptr dg:ptr dbeta:ptr sequences:i64 length:i64 heads:i64 d_k:i64 d_v:i64 "
     f"{stride_arguments('q k v dout')} l2norm:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip

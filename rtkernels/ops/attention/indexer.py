@@ -181,7 +181,8 @@ def indexer_logits(
         key_scales: [keys] or [pages, page size], not negative: factors of the keys, as for codes. Default: 1.
         starts: int32 [tokens]: the first key of each token; -inf before it. Default: 0.
         ends: int32 [tokens]: one after the last key of each token; -inf from there on. Default: all keys.
-        page_table: int32 [tokens, pages]: the pages that have a token's keys; entries for keys from `ends` on are not read.
+        page_table: int32 [tokens, pages]: the pages that have a token's keys; entries for keys from `ends` on are not
+            read.
         out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:

@@ -29,8 +29,9 @@ _TILE = _KEYS * 2 * _WIDTH
 
 KERNEL = Kernel(
     "attention/sparse_mla.cu", "sparse_mla", template="T CODED", max_registers=255, tier="serve",
-    args="q:ptr cache:ptr indices:ptr positions:ptr sinks:ptr out:ptr lse:ptr parts:ptr part_lse:ptr tokens:i64 heads:i64 "
-    "keys:i64 count:i64 d_qk:i64 d_v:i64 splits:i64 q_row:i64 q_head:i64 cache_row:i64 index_row:i64 scale:f64",
+    args="q:ptr cache:ptr indices:ptr positions:ptr sinks:ptr out:ptr lse:ptr parts:ptr part_lse:ptr tokens:i64 "
+    "heads:i64 keys:i64 count:i64 d_qk:i64 d_v:i64 splits:i64 q_row:i64 q_head:i64 cache_row:i64 "
+    "index_row:i64 scale:f64",
     variants=[(t, coded) for t in ("bf16", "fp16") for coded in (False, True)],
 )  # fmt: skip
 
@@ -48,7 +49,9 @@ def _check(q: Meta, kv: Meta, indices: Meta, positions: Meta | None, sinks: Meta
         check_same("kv", kv.dtype, q.dtype, "dtype", of="q, unless it is uint8")
         check_same("kv", kv.shape[1], q.shape[2], "width", of="q")
     if indices.dtype != torch.int32 or indices.dim() != 2 or indices.shape[0] != q.shape[0]:
-        raise ArgumentError(f"indices is {indices.dtype} {tuple(indices.shape)}; expected int32 [{q.shape[0]}, keys of a token]")
+        raise ArgumentError(
+            f"indices is {indices.dtype} {tuple(indices.shape)}; expected int32 [{q.shape[0]}, keys of a token]"
+        )
     if positions is not None and (positions.dtype != torch.int32 or tuple(positions.shape) != (q.shape[0],)):
         raise ArgumentError(f"positions is {positions.dtype} {tuple(positions.shape)}; expected int32 [{q.shape[0]}]")
     if sinks is not None:

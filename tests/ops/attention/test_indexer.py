@@ -37,7 +37,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name: str, place: str) -> None:
     tokens, heads, keys, width, dtype = CASES[name]
-    q, k, weights = random(tokens, heads, width).to(dtype), random(keys, width, seed=1).to(dtype), random(tokens, heads, seed=2)
+    q, k, weights = (
+        random(tokens, heads, width).to(dtype),
+        random(keys, width, seed=1).to(dtype),
+        random(tokens, heads, seed=2),
+    )
     scales = random(keys, seed=3).abs()
     starts = (torch.arange(tokens) % 3).int()
     ends = (keys - torch.arange(tokens) % 5).int()
@@ -104,7 +108,9 @@ def test_chosen_keys_go_into_sparse_attention(place: str) -> None:
     from rtkernels import sparse_mla
 
     with running_on(place) as device:
-        q, k, weights = (t.to(device) for t in (random(6, 4, 32).to(BF16), random(6, 32, seed=1).to(BF16), random(6, 4, seed=2)))
+        q, k, weights = (
+            t.to(device) for t in (random(6, 4, 32).to(BF16), random(6, 32, seed=1).to(BF16), random(6, 4, seed=2))
+        )
         positions = torch.arange(6, dtype=torch.int32, device=device)
         indices = indexer_topk(q, k, weights, 3, ends=positions + 1)
         assert bool((indices <= positions.unsqueeze(1)).all()) and indices[0].tolist() == [0, -1, -1]
@@ -136,7 +142,10 @@ test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
         "dtype": (lambda: indexer_logits(_Q.float(), _K, _W), "q has dtype torch.float32; expected bfloat16"),
         "k": (lambda: indexer_logits(_Q, _K[:, :8], _W), "k has width 8; expected 16"),
         "weights": (lambda: indexer_logits(_Q, _K, _W[:1]), r"weights has shape \(1, 3\); expected \(2, 3\)"),
-        "ends": (lambda: indexer_logits(_Q, _K, _W, ends=_E.long()), r"ends is torch.int64 \(2,\); expected int32 \[2\]"),
+        "ends": (
+            lambda: indexer_logits(_Q, _K, _W, ends=_E.long()),
+            r"ends is torch.int64 \(2,\); expected int32 \[2\]",
+        ),
         "pages": (lambda: indexer_logits(_Q, _K, _W, page_table=_E), r"k has shape \(5, 16\); expected \[pages, page"),
         "count": (lambda: indexer_topk(_Q, _K, _W, -1), "count is -1; expected at least 0"),
     }

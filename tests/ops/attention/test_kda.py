@@ -1,4 +1,4 @@
-"""gated_delta_rule with a decay per channel (KDA): against the recurrence in float64, states, packed sequences, steps."""
+"""gated_delta_rule with a decay per channel (KDA): against the recurrence, states, packed sequences, steps."""
 
 from __future__ import annotations
 

@@ -24,7 +24,11 @@ def packed(latents: Tensor) -> tuple[Tensor, Tensor]:
     scales = parts.abs().amax(-1).clamp(min=1e-4) / 448
     codes = (parts / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
     rotated = latents[:, 512:].bfloat16()
-    rows = [codes.flatten(1).view(torch.uint8), scales.contiguous().view(torch.uint8), rotated.contiguous().view(torch.uint8)]
+    rows = [
+        codes.flatten(1).view(torch.uint8),
+        scales.contiguous().view(torch.uint8),
+        rotated.contiguous().view(torch.uint8),
+    ]
     exact = (codes.double() * scales.double().unsqueeze(-1)).flatten(1)
     return torch.cat(rows, 1), torch.cat((exact, rotated.double()), 1)
 
@@ -60,7 +64,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, place: str) -> None:
     tokens, heads, keys, count, width, value_width, dtype = CASES[name]
-    q, kv, indices = random(tokens, heads, width).to(dtype), random(keys, width, seed=1).to(dtype), choice(tokens, count, keys)
+    q, kv, indices = (
+        random(tokens, heads, width).to(dtype),
+        random(keys, width, seed=1).to(dtype),
+        choice(tokens, count, keys),
+    )
     indices[:, ::7] = -1 if count > 1 else 0
     want = exact(q, kv, indices, value_width, 0.05)
     with running_on(place) as device, poisoned():
