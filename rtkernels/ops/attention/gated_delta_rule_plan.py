@@ -64,7 +64,8 @@ STEP = Kernel(
 KDA_CHUNK = Kernel(
     "attention/kda_chunk.cu", "kda_chunk", template="T DK", max_registers=255,
     args="q:ptr k:ptr g:ptr beta:ptr cu:ptr solve:ptr inner:ptr rows:ptr keys_before:ptr queries_before:ptr "
-    f"keys_after:ptr sequences:i64 length:i64 heads:i64 key_heads:i64 d_k:i64 {stride_arguments('q k')} l2norm:i64 scale:f64",
+    f"keys_after:ptr sequences:i64 length:i64 heads:i64 key_heads:i64 d_k:i64 {stride_arguments('q k')} l2norm:i64 "
+    "scale:f64",
     variants=_TYPES,
 )  # fmt: skip
 KDA_GRADS = Kernel(
