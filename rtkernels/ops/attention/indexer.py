@@ -21,7 +21,7 @@ _KEYS, _WIDTH = 128, 128  # keys of a block and columns, as in indexer_logits.cu
 _TOKENS = 32  # of a block, if they share keys
 _THREADS = 512  # of a row, as in indexer_select.cu
 _SHARED = (_KEYS + 2 * 64) * 2 * _WIDTH
-_SCORES = 2**26  # bytes of scores at a time, of which L2 has most
+_SCORES = 2**26  # bytes of scores at a time, of which L2 has the larger part
 
 LOGITS = Kernel(
     "attention/indexer_logits.cu", "indexer_logits", template="T", max_registers=128, tier="serve",
@@ -101,14 +101,14 @@ def _plan(q, k, key_scales, starts, ends, page_table, device) -> Steps:
 
 def _plan_best(q, k, key_scales, starts, ends, page_table, count, device) -> Steps:
     given = {"key_scales": key_scales, "starts": starts, "ends": ends, "page_table": page_table}
-    keys, steps, most = _keys(k, page_table), [], 0
+    keys, steps, max_tokens = _keys(k, page_table), [], 0
     for first, tokens in _chunks(q.shape[0] if count else 0, keys, page_table is not None):
-        most = max(most, tokens)
+        max_tokens = max(max_tokens, tokens)
         if keys:
             steps.append(_scores(q, k, given, "scores", first, tokens, device))
         select = SELECT.bind(("fp32",), device, tokens, _THREADS)
         steps.append(Step(select, "scores", "indices", first, keys, count))
-    return Steps(*steps, scratch={"scores": Memory((most, max(keys, 1)), torch.float32)})
+    return Steps(*steps, scratch={"scores": Memory((max_tokens, max(keys, 1)), torch.float32)})
 
 
 def _reference(q, k, weights, key_scales, starts, ends, page_table):
@@ -206,7 +206,7 @@ def indexer_topk(
         q: As for ``indexer_logits``.
         k: As there.
         weights: As there.
-        count: How many keys a token has at most.
+        count: How many keys a token has, or fewer.
         key_scales: As there.
         starts: As there.
         ends: As there; for a causal mask the token's position + 1.
