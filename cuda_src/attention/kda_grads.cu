@@ -22,13 +22,22 @@ struct KdaGradArguments {
     const T *states, *dstates, *updates, *drest;
     T *dq, *dk;
     float *dg, *dbeta;
+    float* kept;  // [chunks][heads][2][64][64]
     i64 sequences, length, heads, d_k, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch,
         dout_row, dout_head, l2norm;
     double scale;
 };
 
+// Where a block's rows begin: in its arguments, in dense tensors (`dense`: times the width), and in those of chunks.
+template <typename T>
+struct KdaRows {
+    const T *q, *k, *v, *dout;
+    i64 dense, at;
+    int rows;
+};
+
 template <typename T, int DK>
-__global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaGradArguments<T> args) {
+__global__ void __launch_bounds__(256, 2) kda_grads(const __grid_constant__ KdaGradArguments<T> args) {
     using Tile = MmaTile<64>;
     constexpr u32 kBytes = kDelta * Tile::kPitch;
     constexpr int kPitch = 65, kHalves = DK / 64;
@@ -50,18 +59,28 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
     const float factor = static_cast<float>(args.scale);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
     const bool of_queries = warp < 4;
-    const int down = warp % 4, own_row = 16 * down, first = warp / 4 * 4;
-    const i64 batch = chunk.batch, dense_row = batch * args.length + chunk.first, at = number * args.heads + head;
-    const T* const k = args.k + batch * args.k_batch + chunk.first * args.k_row + head * args.k_head;
-    const T* const q = args.q + batch * args.q_batch + chunk.first * args.q_row + head * args.q_head;
+    const int down = warp % 4, own_row = 16 * down;
+    // Addresses in shared memory: the loop over channels reads them again, instead of keeping them in registers.
+    __shared__ KdaRows<T> own;
+    if (thread == 0) {
+        const i64 batch = chunk.batch;
+        own.k = args.k + batch * args.k_batch + chunk.first * args.k_row + head * args.k_head;
+        own.q = args.q + batch * args.q_batch + chunk.first * args.q_row + head * args.q_head;
+        own.v = args.v + batch * args.v_batch + chunk.first * args.v_row + head * args.v_head;
+        own.dout = args.dout + batch * args.dout_batch + chunk.first * args.dout_row + head * args.dout_head;
+        own.dense = (batch * args.length + chunk.first) * args.heads + head;
+        own.at = number * args.heads + head;
+        own.rows = chunk.rows;
+    }
+    __syncthreads();
     const int row = thread / 4, part = thread % 4;  // where four threads have a row
-    if (thread < kDelta) betas[thread] = args.rows[(at * kRowKinds + kBetas) * kDelta + thread];
+    if (thread < kDelta) betas[thread] = args.rows[(own.at * kRowKinds + kBetas) * kDelta + thread];
     {
         float square[2] = {0.0f, 0.0f};
-        if (args.l2norm && row < chunk.rows) {
+        if (args.l2norm && row < own.rows) {
             for (int vector = part; vector < args.d_k / 8; vector += 4) {
                 float a[8], b[8];
-                load_keep<T, 8>(k + row * args.k_row + 8 * vector, a), load_keep<T, 8>(q + row * args.q_row + 8 * vector, b);
+                load_keep<T, 8>(own.k + row * args.k_row + 8 * vector, a), load_keep<T, 8>(own.q + row * args.q_row + 8 * vector, b);
 #pragma unroll
                 for (int e = 0; e < 8; ++e) square[0] += a[e] * a[e], square[1] += b[e] * b[e];
             }
@@ -72,43 +91,96 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
             if (part == 0) norms[which][row] = args.l2norm ? rsqrtf(sum + 1e-6f) : 1.0f;
         }
     }
-    const int channel = thread % 64, block = thread / 64;  // where a thread has a channel of 16 rows
-    auto decay_at = [&](int half, int i) {
-        const int d = 64 * half + channel;
-        if (i >= chunk.rows || d >= args.d_k) return 0.0f;
-        const float value = args.g[((dense_row + i) * args.heads + head) * args.d_k + d];
-        return (value < kMinDecay ? kMinDecay : value) * kLog2e;
+    u8 *const dout_tile = stage, *const update_tile = dout_tile + kBytes, *const rest_tile = update_tile + kBytes;
+    u8 *const state_tile = rest_tile + kBytes, *const dstate_tile = state_tile + kBytes;
+    auto fetch_rows = [&](int column0, int across) {
+        Tile::template fetch<kDelta, 256>(
+            dout_tile, own.dout + column0, args.dout_row, own.rows, across);
+        Tile::template fetch<kDelta, 256>(update_tile, args.updates + own.at * kDelta * args.d_v + column0, args.d_v, kDelta, across);
+        Tile::template fetch<kDelta, 256>(rest_tile, args.drest + own.at * kDelta * args.d_v + column0, args.d_v, kDelta, across);
     };
-    float of_beta = 0.0f, dots[2] = {0.0f, 0.0f};  // of a row: dbeta, Q . dQ, K . dK
-    float kept[2][16];                             // dQ and dK of a row and 16 of the first 64 channels
+    __shared__ float of_rows[3][kDelta];  // dbeta, Q . dQ, K . dK
+    auto kept = [&] {  // dQ and dK of the first 64 channels
+        const int thread = static_cast<int>(this_thread());
+        return args.kept + own.at * (2 * kDelta * 64) + thread * 16;
+    };
+
+    {  // X and N
+        float inner[8][4], of_beta = 0.0f;  // dO U^T or dR U^T
+        clear_sums(inner);
+#pragma unroll 1
+        for (int column0 = 0; column0 < static_cast<int>(args.d_v); column0 += 64) {
+            const int across = min(static_cast<int>(args.d_v) - column0, 64) / 8;
+            fetch_rows(column0, across);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            rows_by_rows_rolled<T, Tile, 4>(inner, of_queries ? dout_tile : rest_tile, own_row, update_tile, 0, lane);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int vector = 2 * part + e;
+                if (row >= own.rows || vector >= across) continue;
+                float a[8], b[8];
+                unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(rest_tile + Tile::offset(row, vector)), a);
+                load_keep<T, 8>(own.v + row * args.v_row + column0 + 8 * vector, b);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) of_beta += a[i] * b[i];
+            }
+            __syncthreads();
+        }
+        of_beta = quad_sum(of_beta);
+        if (part == 0) of_rows[0][row] = of_beta, of_rows[1][row] = 0.0f, of_rows[2][row] = 0.0f;
+        u8* const to = of_queries ? x_tile : n_tile;
+        float* const block_of = diagonal + (of_queries ? 0 : kDelta * 16);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = own_row + lane / 4 + 8 * r;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                float pair[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int j = 8 * n + lane % 4 * 2 + e;
+                    const float sum = inner[n][2 * r + e];
+                    pair[e] = of_queries ? (j <= i ? factor * sum : 0.0f) : (j < i ? -sum : 0.0f);
+                    if (j / 16 == down) block_of[i * 16 + j % 16] = pair[e];
+                }
+                write_pair<T, Tile>(to, i, n, lane, pair[0], pair[1]);
+            }
+        }
+    }
 
 #pragma unroll 1
     for (int half = 0; half < kHalves; ++half) {
+        // Recomputed, so that addresses do not stay in registers.
+        const int thread = static_cast<int>(this_thread()), lane = thread % kWarp, warp = thread / kWarp;
+        const bool of_queries = warp < 4;
+        const int down = warp % 4, own_row = 16 * down, first = warp / 4 * 4, row = thread / 4, part = thread % 4;
+        const int channel = thread % 64, block = thread / 64;  // where a thread has a channel of 16 rows
+        auto decay_at = [&](int half, int i) {
+            const int d = 64 * half + channel;
+            if (i >= own.rows || d >= args.d_k) return 0.0f;
+            const float value = args.g[(own.dense + i * args.heads) * args.d_k + d];
+            return (value < kMinDecay ? kMinDecay : value) * kLog2e;
+        };
         const int vectors = min(static_cast<int>(args.d_k) - 64 * half, 64) / 8;
         __syncthreads();
-        Tile::template fetch<kDelta, 256>(key_tile, k + 64 * half, args.k_row, chunk.rows, max(vectors, 0));
-        Tile::template fetch<kDelta, 256>(query_tile, q + 64 * half, args.q_row, chunk.rows, max(vectors, 0));
-        float by_state[8][4], later[4][4], inner[8][4];  // dO S^T or dR S^T, U dS^T, dO U^T or dR U^T
-        clear_sums(by_state), clear_sums(later), clear_sums(inner);
+        Tile::template fetch<kDelta, 256>(key_tile, own.k + 64 * half, args.k_row, own.rows, max(vectors, 0));
+        Tile::template fetch<kDelta, 256>(query_tile, own.q + 64 * half, args.q_row, own.rows, max(vectors, 0));
+        float by_state[8][4], later[4][4];  // dO S^T or dR S^T, U dS^T
+        clear_sums(by_state), clear_sums(later);
         float both_states = 0.0f;
 #pragma unroll 1
         for (int column0 = 0; column0 < static_cast<int>(args.d_v); column0 += 64) {
             const int across = min(static_cast<int>(args.d_v) - column0, 64) / 8, channels = 8 * max(vectors, 0);
-            u8 *const dout_tile = stage, *const update_tile = dout_tile + kBytes, *const rest_tile = update_tile + kBytes;
-            u8 *const state_tile = rest_tile + kBytes, *const dstate_tile = state_tile + kBytes;
-            Tile::template fetch<kDelta, 256>(
-                dout_tile, args.dout + batch * args.dout_batch + chunk.first * args.dout_row + head * args.dout_head + column0,
-                args.dout_row, chunk.rows, across);
-            Tile::template fetch<kDelta, 256>(update_tile, args.updates + at * kDelta * args.d_v + column0, args.d_v, kDelta, across);
-            Tile::template fetch<kDelta, 256>(rest_tile, args.drest + at * kDelta * args.d_v + column0, args.d_v, kDelta, across);
-            const i64 states = (at * args.d_k + 64 * half) * args.d_v + column0;
+            fetch_rows(column0, across);
+            const i64 states = (own.at * args.d_k + 64 * half) * args.d_v + column0;
             Tile::template fetch<64, 256>(state_tile, args.states + states, args.d_v, channels, across);
             Tile::template fetch<64, 256>(dstate_tile, args.dstates + states, args.d_v, channels, across);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
             __syncthreads();
             const u8* const left = of_queries ? dout_tile : rest_tile;
-            if (half == 0) rows_by_rows_rolled<T, Tile, 4>(inner, left, own_row, update_tile, 0, lane);
             rows_by_rows_rolled<T, Tile, 4>(by_state, left, own_row, state_tile, 0, lane);
             rows_by_rows_rolled<T, Tile, 4>(later, update_tile, own_row, dstate_tile, 8 * first, lane);
 #pragma unroll
@@ -119,36 +191,11 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
                 unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(dstate_tile + Tile::offset(row, vector)), b);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) both_states += a[i] * b[i];
-                if (half > 0 || row >= chunk.rows || vector >= across) continue;
-                unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(rest_tile + Tile::offset(row, vector)), a);
-                load_keep<T, 8>(args.v + batch * args.v_batch + (chunk.first + row) * args.v_row + head * args.v_head + column0 + 8 * vector, b);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) of_beta += a[i] * b[i];
             }
             __syncthreads();
         }
         both_states = quad_sum(both_states);
         if (part == 0) whole[row] = both_states;  // of a channel
-        if (half == 0) {
-            u8* const to = of_queries ? x_tile : n_tile;
-            float* const block_of = diagonal + (of_queries ? 0 : kDelta * 16);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i = own_row + lane / 4 + 8 * r;
-#pragma unroll
-                for (int n = 0; n < 8; ++n) {
-                    float pair[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int j = 8 * n + lane % 4 * 2 + e;
-                        const float sum = inner[n][2 * r + e];
-                        pair[e] = of_queries ? (j <= i ? factor * sum : 0.0f) : (j < i ? -sum : 0.0f);
-                        if (j / 16 == down) block_of[i * 16 + j % 16] = pair[e];
-                    }
-                    write_pair<T, Tile>(to, i, n, lane, pair[0], pair[1]);
-                }
-            }
-        }
         {  // c
             float sum = 0.0f;
 #pragma unroll 4
@@ -268,9 +315,9 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
                 const int here = 16 * block + i;
                 const float by = ptx::ex2(decay_at(half, here)), key = read(key_tile, here) * norms[0][here];
                 const float query = read(query_tile, here) * norms[1][here], beta = betas[here];
-                float* const own = sums + here * kPitch + channel;
-                float dquery = own[0], y = own[kDelta * kPitch];
-                keys[i] = key, decays[i] = 1.0f, column[i] = own[2 * kDelta * kPitch];
+                float* const place = sums + here * kPitch + channel;
+                float dquery = place[0], y = place[kDelta * kPitch];
+                keys[i] = key, decays[i] = 1.0f, column[i] = place[2 * kDelta * kPitch];
 #pragma unroll
                 for (int j = 0; j <= i; ++j) {
                     if (j < i) decays[j] *= by;
@@ -279,16 +326,16 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
                     dquery += x * decayed, y += n * decayed;
                     column[j] += decays[j] * (x * query + n * beta * key);
                 }
-                own[0] = dquery, own[kDelta * kPitch] = y;
-                own[2 * kDelta * kPitch] = query * dquery + beta * key * y;  // of dc
+                place[0] = dquery, place[kDelta * kPitch] = y;
+                place[2 * kDelta * kPitch] = query * dquery + beta * key * y;  // of dc
             }
             float sum = 0.0f, dc[16];
 #pragma unroll
             for (int i = 15; i >= 0; --i) {
-                float* const own = sums + (16 * block + i) * kPitch + channel;
-                sum += own[2 * kDelta * kPitch] - keys[i] * column[i];
+                float* const place = sums + (16 * block + i) * kPitch + channel;
+                sum += place[2 * kDelta * kPitch] - keys[i] * column[i];
                 dc[i] = sum;
-                own[2 * kDelta * kPitch] = betas[16 * block + i] * own[kDelta * kPitch] + column[i];  // dK
+                place[2 * kDelta * kPitch] = betas[16 * block + i] * place[kDelta * kPitch] + column[i];  // dK
             }
             totals[block][channel] = sum;
             __syncthreads();
@@ -297,9 +344,10 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
             for (int b = 0; b < 4; ++b) rest += at_end[b][channel] + (b > block ? totals[b][channel] : 0.0f);
 #pragma unroll
             for (int i = 0; i < 16; ++i)
-                if (16 * block + i < chunk.rows && 64 * half + channel < args.d_k)
-                    args.dg[((dense_row + 16 * block + i) * args.heads + head) * args.d_k + 64 * half + channel] = dc[i] + rest;
+                if (16 * block + i < own.rows && 64 * half + channel < args.d_k)
+                    args.dg[(own.dense + (16 * block + i) * args.heads) * args.d_k + 64 * half + channel] = dc[i] + rest;
         }
+        float here[3] = {0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
             float key[8], query[8];
@@ -307,36 +355,44 @@ __global__ void __launch_bounds__(256, 1) kda_grads(const __grid_constant__ KdaG
             unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(query_tile + Tile::offset(row, 2 * part + v)), query);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                const float* const own = sums + row * kPitch + 16 * part + 8 * v + e;
-                const float dquery = own[0], y = own[kDelta * kPitch], dkey = own[2 * kDelta * kPitch];
-                of_beta += norms[0][row] * key[e] * y;
-                dots[0] += norms[1][row] * query[e] * dquery, dots[1] += norms[0][row] * key[e] * dkey;
-                if (half + 1 < kHalves) kept[0][8 * v + e] = dquery, kept[1][8 * v + e] = dkey;
+                const float* const place = sums + row * kPitch + 16 * part + 8 * v + e;
+                const float dquery = place[0], y = place[kDelta * kPitch], dkey = place[2 * kDelta * kPitch];
+                here[0] += key[e] * y, here[1] += query[e] * dquery, here[2] += key[e] * dkey;
+                query[e] = dquery, key[e] = dkey;
             }
+            if (half + 1 < kHalves) store<float, 8>(kept() + 8 * v, query), store<float, 8>(kept() + kDelta * 64 + 8 * v, key);
+        }
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            here[i] = quad_sum(here[i]) * norms[i == 1 ? 1 : 0][row];
+            if (part == 0) of_rows[i][row] += here[i];
         }
     }
-    of_beta = quad_sum(of_beta), dots[0] = quad_sum(dots[0]), dots[1] = quad_sum(dots[1]);
-    if (row >= chunk.rows) return;
-    if (part == 0) args.dbeta[(dense_row + row) * args.heads + head] = of_beta;
+    __syncthreads();
+    if (row >= own.rows) return;
+    if (part == 0) args.dbeta[own.dense + row * args.heads] = of_rows[0][row];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
             const int d = 64 * half + 16 * part + 8 * v;
             if (d >= args.d_k) continue;
-            const i64 to = ((dense_row + row) * args.heads + head) * args.d_k + d;
+            const i64 to = (own.dense + row * args.heads) * args.d_k + d;
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
                 float f[8];
+                if (half + 1 < kHalves) {
+                    load_keep<float, 8>(kept() + which * (kDelta * 64) + 8 * v, f);
+                } else {
 #pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    f[e] = half + 1 < kHalves ? kept[which][8 * v + e] : sums[(2 * which * kDelta + row) * kPitch + 16 * part + 8 * v + e];
+                    for (int e = 0; e < 8; ++e) f[e] = sums[(2 * which * kDelta + row) * kPitch + 16 * part + 8 * v + e];
+                }
                 if (args.l2norm) {
                     const float norm = norms[1 - which][row];
                     float x[8];
-                    load_keep<T, 8>((which ? k + row * args.k_row : q + row * args.q_row) + d, x);
+                    load_keep<T, 8>((which ? own.k + row * args.k_row : own.q + row * args.q_row) + d, x);
 #pragma unroll
-                    for (int e = 0; e < 8; ++e) f[e] = norm * (f[e] - norm * x[e] * dots[which]);
+                    for (int e = 0; e < 8; ++e) f[e] = norm * (f[e] - norm * x[e] * of_rows[1 + which][row]);
                 }
                 store<T, 8>((which ? args.dk : args.dq) + to, f);
             }

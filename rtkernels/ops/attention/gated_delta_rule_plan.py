@@ -71,7 +71,7 @@ KDA_CHUNK = Kernel(
 KDA_GRADS = Kernel(
     "attention/kda_grads.cu", "kda_grads", template="T DK", max_registers=255, struct=True,
     args="q:ptr k:ptr v:ptr dout:ptr g:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr "
-    "dk:ptr dg:ptr dbeta:ptr sequences:i64 length:i64 heads:i64 d_k:i64 d_v:i64 "
+    "dk:ptr dg:ptr dbeta:ptr kept:ptr sequences:i64 length:i64 heads:i64 d_k:i64 d_v:i64 "
     f"{stride_arguments('q k v dout')} l2norm:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip
@@ -216,7 +216,7 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
         launch = KDA_GRADS.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
         return Step(
             launch, *("q", "k", "v", "dout", "g", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk"),
-            *("dg", "dbeta", call.sequences, call.length, call.heads, call.d_k, call.d_v, *_flat(q, k, v, dout)),
+            *("dg", "dbeta", "kept" if call.width > 64 else 0, call.sequences, call.length, call.heads, call.d_k, call.d_v, *_flat(q, k, v, dout)),
             *(int(call.l2norm), call.scale),
         )  # fmt: skip
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
@@ -236,7 +236,9 @@ def gradient_scratch(call: Call) -> dict[str, Memory]:
     """Return what gradients keep of each chunk."""
     states = Memory((call.chunks, call.heads, call.d_k, call.d_v), call.dtype)
     rows = Memory((call.chunks, call.heads, _CHUNK, call.d_v), call.dtype)
-    return {"states": states, "dstates": states, "updates": rows, "drest": rows}
+    kept = {"kept": Memory((call.chunks, call.heads, 2, _CHUNK, 64), torch.float32)}
+    given = {"states": states, "dstates": states, "updates": rows, "drest": rows}
+    return given | kept if call.channels and call.width > 64 else given
 
 
 def step(q: Meta, k: Meta, v: Meta, g: Meta, scale: float, l2norm: bool, device: int) -> Step:
