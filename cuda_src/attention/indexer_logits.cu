@@ -96,22 +96,27 @@ __global__ void __launch_bounds__(256, 2)
         if (item + 1 < here * groups) load(item + 1);
         const int token = item / groups;
         if (meets(token)) {
-            float s[kIndexerHeads / 8][4];
-            clear_sums(s);
 #pragma unroll
-            for (int step = 0; step < kIndexerWidth / 16; ++step)
+            for (int part = 0; part < 2; ++part) {  // half of the heads at a time: registers
+                float s[kIndexerHeads / 16][4];
+                clear_sums(s);
 #pragma unroll
-                for (int n = 0; n < kIndexerHeads / 16; ++n) {
-                    u32 b[4];
-                    Tile::right(b, tile, 16 * n, step, lane);
-                    mma_step<Half>(s[2 * n], a[step], b[0], b[1]);
-                    mma_step<Half>(s[2 * n + 1], a[step], b[2], b[3]);
-                }
+                for (int step = 0; step < kIndexerWidth / 16; ++step)
 #pragma unroll
-            for (int n = 0; n < kIndexerHeads / 8; ++n)
+                    for (int n = 0; n < kIndexerHeads / 32; ++n) {
+                        u32 b[4];
+                        Tile::right(b, tile, kIndexerHeads / 2 * part + 16 * n, step, lane);
+                        mma_step<Half>(s[2 * n], a[step], b[0], b[1]);
+                        mma_step<Half>(s[2 * n + 1], a[step], b[2], b[3]);
+                    }
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    sum[e / 2] += (s[n][e] < 0.0f ? 0.0f : s[n][e]) * factors[item & 1][8 * n + lane % 4 * 2 + e % 2];
+                for (int n = 0; n < kIndexerHeads / 16; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int head = kIndexerHeads / 2 * part + 8 * n + lane % 4 * 2 + e % 2;
+                        sum[e / 2] += (s[n][e] < 0.0f ? 0.0f : s[n][e]) * factors[item & 1][head];
+                    }
+            }
         }
         if (item % groups + 1 < groups) continue;
         i64 from, to;

@@ -233,24 +233,28 @@ __global__ void __launch_bounds__(256, 2) kda_grads(const __grid_constant__ KdaG
         }
         __syncthreads();
         {  // dQ or Y of other blocks, then of the state
-            float others[8][4];
-            clear_sums(others);
-#pragma unroll
-            for (int step = 0; step < 3; ++step) {
-                if (step >= down) continue;
-                u32 a[4];
-                Tile::left(a, of_queries ? x_tile : n_tile, own_row, step, lane);
-                by_columns<T, Tile>(others, a, right_tile, 8 * down * (down - 1) + 16 * step, lane);
-            }
             const float by = of_queries ? factor : -1.0f;
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
-                __syncwarp();  // loads stay here: registers
+            for (int h = 0; h < 2; ++h) {  // half of the channels at a time: registers
+                float others[4][4];
+                clear_sums(others);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int d = 8 * n + lane % 4 * 2 + e % 2;
-                    const float own = c[(own_row + lane / 4 + e / 2 * 8) * kPitch + d];
-                    by_state[n][e] = by * ptx::ex2(own) * by_state[n][e] + decay_between(own, c[own_row * kPitch + d]) * others[n][e];
+                for (int step = 0; step < 3; ++step) {
+                    if (step >= down) continue;
+                    u32 a[4];
+                    Tile::left(a, of_queries ? x_tile : n_tile, own_row, step, lane);
+                    by_some_columns<T, Tile>(others, a, right_tile, 8 * down * (down - 1) + 16 * step, 4 * h, lane);
+                }
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    __syncwarp();  // loads stay here: registers
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int d = 32 * h + 8 * n + lane % 4 * 2 + e % 2;
+                        const float here = c[(own_row + lane / 4 + e / 2 * 8) * kPitch + d];
+                        float& sum = by_state[4 * h + n][e];
+                        sum = by * ptx::ex2(here) * sum + decay_between(here, c[own_row * kPitch + d]) * others[n][e];
+                    }
                 }
             }
         }
