@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(256, 2)
     Raw<8 * sizeof(T)> next[kQueryVectors];
     float next_factor = 0.0f;
     auto load = [&](int item) {  // token and group of heads
+        const int thread = static_cast<int>(this_thread());
         const int token = item / groups, head0 = item % groups * kIndexerHeads;
         const i64 from = first + token0 + token;
 #pragma unroll
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(256, 2)
 #pragma unroll 1
     for (int item = 0; item < here * groups; ++item) {
         u8* const tile = tiles + (item & 1) * (kIndexerHeads * Tile::kPitch);
+        const int thread = static_cast<int>(this_thread());
 #pragma unroll
         for (int i = 0; i < kQueryVectors; ++i) {
             const int place = thread + 256 * i;
@@ -96,24 +98,22 @@ __global__ void __launch_bounds__(256, 2)
         if (item + 1 < here * groups) load(item + 1);
         const int token = item / groups;
         if (meets(token)) {
-#pragma unroll
-            for (int part = 0; part < 2; ++part) {  // half of the heads at a time: registers
-                float s[kIndexerHeads / 16][4];
+#pragma unroll 2
+            for (int part = 0; part < 4; ++part) {  // 16 heads at a time: registers
+                float s[2][4];
                 clear_sums(s);
 #pragma unroll
-                for (int step = 0; step < kIndexerWidth / 16; ++step)
+                for (int step = 0; step < kIndexerWidth / 16; ++step) {
+                    u32 b[4];
+                    Tile::right(b, tile, 16 * part, step, lane);
+                    mma_step<Half>(s[0], a[step], b[0], b[1]);
+                    mma_step<Half>(s[1], a[step], b[2], b[3]);
+                }
 #pragma unroll
-                    for (int n = 0; n < kIndexerHeads / 32; ++n) {
-                        u32 b[4];
-                        Tile::right(b, tile, kIndexerHeads / 2 * part + 16 * n, step, lane);
-                        mma_step<Half>(s[2 * n], a[step], b[0], b[1]);
-                        mma_step<Half>(s[2 * n + 1], a[step], b[2], b[3]);
-                    }
-#pragma unroll
-                for (int n = 0; n < kIndexerHeads / 16; ++n)
+                for (int n = 0; n < 2; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const int head = kIndexerHeads / 2 * part + 8 * n + lane % 4 * 2 + e % 2;
+                        const int head = 16 * part + 8 * n + lane % 4 * 2 + e % 2;
                         sum[e / 2] += (s[n][e] < 0.0f ? 0.0f : s[n][e]) * factors[item & 1][head];
                     }
             }
