@@ -37,7 +37,7 @@ struct KdaRows {
 };
 
 template <typename T, int DK>
-__global__ void __launch_bounds__(256, 2) kda_grads(const __grid_constant__ KdaGradArguments<T> args) {
+__global__ void __launch_bounds__(256, DK > 64 ? 2 : 1) kda_grads(const __grid_constant__ KdaGradArguments<T> args) {
     using Tile = MmaTile<64>;
     constexpr u32 kBytes = kDelta * Tile::kPitch;
     constexpr int kPitch = 65, kHalves = DK / 64;
@@ -307,6 +307,7 @@ __global__ void __launch_bounds__(256, 2) kda_grads(const __grid_constant__ KdaG
         }
         __syncthreads();
         {  // the rows of a block among each other
+            const int block = static_cast<int>(this_thread()) / 64, channel = static_cast<int>(this_thread()) % 64;
             float decays[16], keys[16], column[16];
             auto read = [&](const u8* tile, int i) {
                 T value = *reinterpret_cast<const T*>(tile + Tile::offset(i, channel / 8) + channel % 8 * 2);
