@@ -89,17 +89,14 @@ def _call(q: Meta, v: Meta, skip: Meta | None, cu: Meta | None) -> Call:
 def _shape(call: Call, device: int) -> tuple[int, int, int]:
     """Return columns of v that a block of the scan has, stages, and shared memory.
 
-    Heads that do not fill the GPU once are split: blocks of 32 columns and two stages, two of which share an SM.
+    Blocks of 32 columns are for heads that, split so, do not need more than one block per SM.
     """
     info = device_info(device)
-    split = call.sequences * call.heads * -(-call.d_v // _COLUMNS[1]) < info.sm_count or call.d_v <= _COLUMNS[0]
+    split = call.sequences * call.heads * -(-call.d_v // _COLUMNS[0]) <= info.sm_count or call.d_v <= _COLUMNS[0]
     columns = _COLUMNS[0] if split else _COLUMNS[1]
     keys, values, matrix = (64 * tile_pitch(width) for width in (call.width, columns, 64))
     stage, others = 2 * keys + values + matrix + 4 * 4 * 64, call.width * tile_pitch(columns) + 2 * values
     stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
-    blocks = call.sequences * call.heads * -(-call.d_v // columns)
-    if columns == _COLUMNS[0] and blocks > info.sm_count:
-        stages = min(stages, 2)
     return columns, stages, stages * stage + others
 
 
