@@ -216,8 +216,8 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
         launch = KDA_GRADS.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
         return Step(
             launch, *("q", "k", "v", "dout", "g", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk"),
-            *("dg", "dbeta", "kept" if call.width > 64 else 0, call.sequences, call.length, call.heads, call.d_k, call.d_v, *_flat(q, k, v, dout)),
-            *(int(call.l2norm), call.scale),
+            *("dg", "dbeta", "kept" if call.width > 64 else 0, call.sequences, call.length, call.heads, call.d_k),
+            *(call.d_v, *_flat(q, k, v, dout), int(call.l2norm), call.scale),
         )  # fmt: skip
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
     stage = 3 * values + 2 * call.width * tile_pitch(64)
