@@ -101,7 +101,7 @@ RESULTS: dict[str, list[Case]] = {
         name: _switch("return_lse", "Tensor", PAIR)
         for name in (
             *("attention", "attention_decode", "attention_quantized", "attention_varlen", "sage_attention"),
-            *("mla_attention", "mla_decode"),
+            *("mla_attention", "mla_decode", "sparse_mla"),
         )
     },
     **{

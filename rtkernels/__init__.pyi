@@ -38,6 +38,8 @@ from rtkernels.ops.act.glu_smooth_fp8 import GluSmoothFp8Gradients
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache as append_kv_cache
 from rtkernels.ops.attention.chunk_attention import chunk_attention as chunk_attention
 from rtkernels.ops.attention.gated_delta_rule import gated_delta_rule_step as gated_delta_rule_step
+from rtkernels.ops.attention.indexer import indexer_logits as indexer_logits
+from rtkernels.ops.attention.indexer import indexer_topk as indexer_topk
 from rtkernels.ops.attention.lightning import lightning_attention_step as lightning_attention_step
 from rtkernels.ops.attention.quantize_heads import quantize_v as quantize_v
 from rtkernels.ops.attention.sdpa import sdpa as sdpa
@@ -1263,6 +1265,26 @@ def ssd(
     dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False, out: Tensor | tuple[Tensor | None, ...] | None =
     None
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+@overload
+def sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512, positions: Tensor |
+    None = None, sinks: Tensor | None = None, return_lse: Literal[False] = False, out: Tensor | tuple[Tensor | None,
+    ...] | None = None
+) -> Tensor:
+    """Return latent attention of each token over the keys that its indices choose (DeepSeek sparse attention)."""
+@overload
+def sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512, positions: Tensor |
+    None = None, sinks: Tensor | None = None, return_lse: Literal[True], out: Tensor | tuple[Tensor | None, ...] |
+    None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_mla(
+    q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512, positions: Tensor |
+    None = None, sinks: Tensor | None = None, return_lse: bool = False, out: Tensor | tuple[Tensor | None, ...] | None
+    = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

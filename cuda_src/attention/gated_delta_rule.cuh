@@ -10,6 +10,10 @@
 //
 // Without the correction by the state (SSD of Mamba-2, `solve` null, kUncorrected): T = I, M = 0 and R = U = beta V.
 //
+// With a decay for each channel of keys (KDA), c_i is a vector, and so is what multiplies rows of a state:
+//     M_ij = beta_i sum_d k_id k_jd exp(c_id - c_jd),  P_ij likewise,  E K, E Q and F K element by element.
+// Scans get E K, E Q and F K as tensors, and of `rows` betas and c_end of the channels (kWholes).
+//
 // Chunks are numbered without a look at lengths: chunk i of sequence b of packed tokens is number cu[b] / 64 + b + i. An
 // unused number has no rows. Value head h reads key head h / (heads / key heads).
 #pragma once
@@ -27,6 +31,7 @@ inline constexpr i64 kNormalised = 1, kUncorrected = 2;  // flags of gradients
 
 // Numbers of the rows of a chunk and value head: [kRowKinds][64].
 enum RowKind { kDecays, kBetas, kKeyNorms, kQueryNorms, kRowKinds };  // decays: c in log2
+inline constexpr int kWholes = kKeyNorms;  // of channels: 128 numbers from here on, c_end in log2
 
 // Rows of one sequence.
 struct DeltaRows {
@@ -114,6 +119,12 @@ struct ScannedState {
                 if (has(n, r)) store<float, 2>(to + at(head, n, r), pair);
             }
     }
+    // By channels, from the numbers of a chunk's rows.
+    RTK_DEVICE void decay(const float* numbers) {
+        const float* const wholes = numbers + kWholes * kDelta;
+        const float by[2] = {ptx::ex2(wholes[row]), ptx::ex2(wholes[row + 8])};
+        scale_rows(sums, by);
+    }
     RTK_DEVICE void show(u8* tile) const {
         if (!keeps) return;
 #pragma unroll
@@ -187,6 +198,18 @@ RTK_DEVICE void columns_by_columns(float (&d)[N][4], const u8* left, int column,
         u32 a[4];
         Left::left_transposed(a, left, 16 * step, column / 16, lane);
         by_columns<T, Right>(d, a, right, 16 * step, lane);
+    }
+}
+
+// d += a by columns 8 first.. of rows row.. + 15 of a tile, summed over these rows.
+template <typename T, typename Tile, int N>
+RTK_DEVICE void by_some_columns(float (&d)[N][4], const u32 (&a)[4], const u8* tile, int row, int first, int lane) {
+#pragma unroll
+    for (int n = 0; n < N / 2; ++n) {
+        u32 b[4];
+        Tile::right_transposed(b, tile, row, first / 2 + n, lane);
+        mma_step<T>(d[2 * n], a, b[0], b[1]);
+        mma_step<T>(d[2 * n + 1], a, b[2], b[3]);
     }
 }
 

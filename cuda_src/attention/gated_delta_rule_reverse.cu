@@ -6,14 +6,15 @@
 // the chunk behind, dS, load tiles, and scale dO. `dstates` gets
 // dS behind each chunk as T, [chunks][heads][d_k][d_v], and `drest` dR as T, [chunks][heads][64][d_v].
 // If `solve` is null, dR is dU and the state does not meet keys; `skip`, if not null, times dO is added to dV.
+// With CHANNELS, q, k and `after` are E Q, E K and F K of kda_chunk.cu, and strides are not used.
 // Grid: tiles of VT columns, heads, sequences.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
 
-template <typename T, int DK, int VT>
+template <typename T, int DK, int VT, bool CHANNELS>
 __global__ void __launch_bounds__(256, 1)
-    gated_delta_rule_reverse(const T* q, const T* k, const T* dout, const T* solve, const T* inner, const float* rows,
+    gated_delta_rule_reverse(const T* q, const T* k, const T* after, const T* dout, const T* solve, const T* inner, const float* rows,
                              const float* skip, const float* dfinal, float* dinitial, const i32* cu, T* dv, T* dstates, T* drest, i64 length,
                              i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
                              i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
@@ -23,7 +24,8 @@ __global__ void __launch_bounds__(256, 1)
     constexpr int kTiles = VT / 8;
     constexpr u32 kKBytes = kDelta * KTile::kPitch, kVBytes = kDelta * VTile::kPitch, kCBytes = kDelta * CTile::kPitch;
     constexpr u32 kRowBytes = kRowKinds * kDelta * 4;
-    constexpr u32 kStageBytes = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
+    constexpr u32 kAfter = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
+    constexpr u32 kStageBytes = kAfter + (CHANNELS ? kKBytes : 0);
     extern __shared__ __align__(128) u8 shared[];
     const int count = static_cast<int>(stages);
     u8* const state_tile = shared + count * kStageBytes;
@@ -38,8 +40,10 @@ __global__ void __launch_bounds__(256, 1)
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int k_vectors = static_cast<int>(d_k) / 8, v_columns = min(static_cast<int>(d_v) - column0, VT);
     const i64 batch = own.batch;
-    q += batch * q_batch + own.first * q_row + key_head * q_head;
-    k += batch * k_batch + own.first * k_row + key_head * k_head;
+    if constexpr (!CHANNELS) {
+        q += batch * q_batch + own.first * q_row + key_head * q_head;
+        k += batch * k_batch + own.first * k_row + key_head * k_head;
+    }
     dout += batch * dout_batch + own.first * dout_row + head * dout_head + column0;
     dv += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
     const int helper = static_cast<int>(threadIdx.x) - 128;  // threads that load and store
@@ -49,8 +53,14 @@ __global__ void __launch_bounds__(256, 1)
             u8* const to = stage(chunk);
             const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
             const int here = own.rows - chunk * kDelta;
-            fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
-            fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
+            if constexpr (CHANNELS) {
+                fetch_by<KTile, kDelta>(helper, to, k + at * kDelta * d_k, d_k, kDelta, k_vectors);
+                fetch_by<KTile, kDelta>(helper, to + kKBytes, q + at * kDelta * d_k, d_k, kDelta, k_vectors);
+                fetch_by<KTile, kDelta>(helper, to + kAfter, after + at * kDelta * d_k, d_k, kDelta, k_vectors);
+            } else {
+                fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
+                fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
+            }
             fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, dout + i0 * dout_row, dout_row, here, v_columns / 8);
             u8* const matrices = to + 2 * kKBytes + kVBytes;
             if (solve != nullptr)
@@ -117,15 +127,18 @@ __global__ void __launch_bounds__(256, 1)
         const float* const decays = numbers + kDecays * kDelta;
         const float end = decays[kDelta - 1];
         if (warp < 4) {
-            float sums[kTiles][4], after[2];
+            float sums[kTiles][4];
             clear_sums(sums);
-            rows_by_columns<T, KTile, VTile, DK / 16>(sums, key_tile, own_row, state_tile, lane);
+            rows_by_columns<T, KTile, VTile, DK / 16>(sums, CHANNELS ? key_tile + kAfter : key_tile, own_row, state_tile, lane);
+            if constexpr (!CHANNELS) {
+                float later[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i = own_row + lane / 4 + 8 * r;
-                after[r] = numbers[kKeyNorms * kDelta + i] * decay_between(end, decays[i]);
+                for (int r = 0; r < 2; ++r) {
+                    const int i = own_row + lane / 4 + 8 * r;
+                    later[r] = numbers[kKeyNorms * kDelta + i] * decay_between(end, decays[i]);
+                }
+                scale_rows(sums, later);
             }
-            scale_rows(sums, after);
             columns_by_columns<T, CTile, VTile>(sums, inner_tile, own_row, dout_tile, warp, kDelta / 16, lane);
             if (solve != nullptr) {
 #pragma unroll
@@ -142,7 +155,7 @@ __global__ void __launch_bounds__(256, 1)
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
                 const float beta = numbers[kBetas * kDelta + i];
-                const float factor = -beta * numbers[kKeyNorms * kDelta + i] * ptx::ex2(decays[i]);
+                const float factor = CHANNELS ? -beta : -beta * numbers[kKeyNorms * kDelta + i] * ptx::ex2(decays[i]);
                 if (lane % 4 == 0) betas[chunk & 1][i] = beta;
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
@@ -162,7 +175,8 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
-                const float factor = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
+                float factor = static_cast<float>(scale);
+                if constexpr (!CHANNELS) factor = factor * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     float value[2];
@@ -173,8 +187,12 @@ __global__ void __launch_bounds__(256, 1)
         }
         __syncthreads();
         if (state.keeps) {
-            const float by = ptx::ex2(end), both[2] = {by, by};
-            scale_rows(state.sums, both);
+            if constexpr (CHANNELS) {
+                state.decay(numbers);
+            } else {
+                const float by = ptx::ex2(end), both[2] = {by, by};
+                scale_rows(state.sums, both);
+            }
             columns_by_columns<T, KTile, VTile>(state.sums, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
             if (solve != nullptr)
                 columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);

@@ -7,14 +7,15 @@
 // `stages`; with one of them, warps 4 to 7 work on the chunk before, and load, while the others wait.
 //
 // `states`, if not null, gets the state before each chunk as T, [chunks][heads][d_k][d_v], and `updates` U as T,
-// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. Grid: tiles of VT columns, heads, sequences.
+// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. With CHANNELS, q, k and `after` are E Q, E K and F K of
+// kda_chunk.cu, and strides are not used. Grid: tiles of VT columns, heads, sequences.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
 
-template <typename T, int DK, int VT>
+template <typename T, int DK, int VT, bool CHANNELS>
 __global__ void __launch_bounds__(256, 1)
-    gated_delta_rule_scan(const T* q, const T* k, const T* v, const T* solve, const T* inner, const float* rows,
+    gated_delta_rule_scan(const T* q, const T* k, const T* after, const T* v, const T* solve, const T* inner, const float* rows,
                           const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
                           i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
                           i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 stages, double scale) {
@@ -24,7 +25,8 @@ __global__ void __launch_bounds__(256, 1)
     constexpr int kTiles = VT / 8;
     constexpr u32 kKBytes = kDelta * KTile::kPitch, kVBytes = kDelta * VTile::kPitch, kCBytes = kDelta * CTile::kPitch;
     constexpr u32 kRowBytes = kRowKinds * kDelta * 4;
-    constexpr u32 kStageBytes = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
+    constexpr u32 kAfter = 2 * kKBytes + kVBytes + 2 * kCBytes + kRowBytes;
+    constexpr u32 kStageBytes = kAfter + (CHANNELS ? kKBytes : 0);
     extern __shared__ __align__(128) u8 shared[];
     const int count = static_cast<int>(stages);
     u8* const state_tile = shared + count * kStageBytes;
@@ -37,8 +39,10 @@ __global__ void __launch_bounds__(256, 1)
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int k_vectors = static_cast<int>(d_k) / 8, v_columns = min(static_cast<int>(d_v) - column0, VT);
     const i64 batch = own.batch;
-    q += batch * q_batch + own.first * q_row + key_head * q_head;
-    k += batch * k_batch + own.first * k_row + key_head * k_head;
+    if constexpr (!CHANNELS) {
+        q += batch * q_batch + own.first * q_row + key_head * q_head;
+        k += batch * k_batch + own.first * k_row + key_head * k_head;
+    }
     v += batch * v_batch + own.first * v_row + head * v_head + column0;
     const bool writes = out != nullptr;
     if (writes) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
@@ -49,12 +53,19 @@ __global__ void __launch_bounds__(256, 1)
             u8* const to = stage(chunk);
             const i64 i0 = static_cast<i64>(chunk) * kDelta, at = (own.chunk + chunk) * heads + head;
             const int here = own.rows - chunk * kDelta;
-            fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
+            if constexpr (CHANNELS) {
+                fetch_by<KTile, kDelta>(helper, to, k + at * kDelta * d_k, d_k, kDelta, k_vectors);
+                fetch_by<KTile, kDelta>(helper, to + kAfter, after + at * kDelta * d_k, d_k, kDelta, k_vectors);
+                if (writes) fetch_by<KTile, kDelta>(helper, to + kKBytes, q + at * kDelta * d_k, d_k, kDelta, k_vectors);
+            } else {
+                fetch_by<KTile, kDelta>(helper, to, k + i0 * k_row, k_row, here, k_vectors);
+            }
             fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, v + i0 * v_row, v_row, here, v_columns / 8);
             u8* const matrices = to + 2 * kKBytes + kVBytes;
             fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
             if (writes) {
-                fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
+                if constexpr (!CHANNELS)
+                    fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
                 fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
             }
             if (helper < static_cast<int>(kRowBytes / 16))
@@ -117,7 +128,7 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
-                const float before = numbers[kKeyNorms * kDelta + i] * ptx::ex2(decays[i]), beta = numbers[kBetas * kDelta + i];
+                const float before = CHANNELS ? 1.0f : numbers[kKeyNorms * kDelta + i] * ptx::ex2(decays[i]), beta = numbers[kBetas * kDelta + i];
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     float value[2];
@@ -138,12 +149,12 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
-                const float after = numbers[kKeyNorms * kDelta + i] * decay_between(end, decays[i]);
+                const float later = CHANNELS ? 1.0f : numbers[kKeyNorms * kDelta + i] * decay_between(end, decays[i]);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
                     write_pair<T, VTile>(update_tile, i, n, lane, lo, hi);
-                    write_pair<T, VTile>(decayed_tile, i, n, lane, lo * after, hi * after);
+                    if constexpr (!CHANNELS) write_pair<T, VTile>(decayed_tile, i, n, lane, lo * later, hi * later);
                 }
             }
         } else {
@@ -162,16 +173,23 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int i = own_row + lane / 4 + 8 * r;
-                    before[r] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
+                    before[r] = static_cast<float>(scale);
+                    if constexpr (!CHANNELS) before[r] = before[r] * numbers[kQueryNorms * kDelta + i] * ptx::ex2(decays[i]);
                 }
                 scale_rows(sums, before);
             }
         }
         __syncthreads();
         if (state.keeps) {
-            const float by = ptx::ex2(end), both[2] = {by, by};
-            scale_rows(state.sums, both);
-            columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
+            if constexpr (CHANNELS) {
+                state.decay(numbers);
+                columns_by_columns<T, KTile, VTile>(state.sums, key_tile + kAfter, 16 * warp, update_tiles + (chunk & 1) * kVBytes,
+                                                    0, kDelta / 16, lane);
+            } else {
+                const float by = ptx::ex2(end), both[2] = {by, by};
+                scale_rows(state.sums, both);
+                columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
+            }
             state.show(state_tile);
         }
     }

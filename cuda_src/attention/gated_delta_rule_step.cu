@@ -2,13 +2,13 @@
 //     u = beta (v - a S^T k),  S = a S + k u^T,  o = scale (a S^T q + (k . q) u).
 // A block owns 32 columns of the state of a sequence and head. A thread holds four neighbouring columns of up to four
 // rows in registers, so that the state is read once; sums over rows are added over lanes, then over warps, in order.
-// Grid: tiles of 32 columns, heads, sequences.
+// With CHANNELS, a is one of each row. Grid: tiles of 32 columns, heads, sequences.
 #include "attention/gated_delta_rule.cuh"
 #include "common/reduce.cuh"
 
 namespace rtk {
 
-template <typename T>
+template <typename T, bool CHANNELS>
 __global__ void __launch_bounds__(256, 3)
     gated_delta_rule_step(const T* q, const T* k, const T* v, const float* g, const float* beta, float* state, T* out, i64 heads,
                           i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head, i64 v_batch,
@@ -32,8 +32,19 @@ __global__ void __launch_bounds__(256, 3)
     }
     float values[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (inside) load_keep<T, 4>(v + batch * v_batch + head * v_head + column, values);
-    float a = g == nullptr ? 0.0f : g[batch * heads + head];
-    a = ptx::ex2((a < kMinDecay ? -200.0f : a) * kLog2e);
+    auto decay = [](float log) { return ptx::ex2((log < kMinDecay ? -200.0f : log) * kLog2e); };
+    float a = 1.0f;
+    if constexpr (CHANNELS) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (row0 + 32 * r >= width) continue;
+            const float by = decay(g[(batch * heads + head) * d_k + row0 + 32 * r]);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) s[r][c] *= by;
+        }
+    } else {
+        a = decay(g == nullptr ? 0.0f : g[batch * heads + head]);
+    }
     const float factor = beta[batch * heads + head];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

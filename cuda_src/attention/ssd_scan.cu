@@ -12,18 +12,6 @@
 
 namespace rtk {
 
-// d += a by columns 8 first.. of rows row.. + 15 of a tile, summed over these rows.
-template <typename T, typename Tile, int N>
-RTK_DEVICE void by_some_columns(float (&d)[N][4], const u32 (&a)[4], const u8* tile, int row, int first, int lane) {
-#pragma unroll
-    for (int n = 0; n < N / 2; ++n) {
-        u32 b[4];
-        Tile::right_transposed(b, tile, row, first / 2 + n, lane);
-        mma_step<T>(d[2 * n], a, b[0], b[1]);
-        mma_step<T>(d[2 * n + 1], a, b[2], b[3]);
-    }
-}
-
 template <typename T, int DK, int VT>
 __global__ void __launch_bounds__(256, 1)
     ssd_scan(const T* q, const T* k, const T* v, const T* inner, const float* rows, const float* skip, const float* initial,

@@ -41,14 +41,26 @@ def _convolution_step_trials() -> Trials:
             yield trial, call, False
 
 
-def _delta_trials(tokens: int, gradients: bool) -> Trials:
+def _shares_keys(theirs: Function) -> bool:
+    """Return True if a gated delta rule takes fewer heads of keys than of values; models repeat keys for others."""
+    q, v, numbers = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 4, 8), torch.zeros(1, 1, 4)
+    try:
+        theirs(q, q, v, g=numbers, beta=numbers, initial_state=torch.zeros(1, 4, 8, 8))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _delta_trials(theirs: Function, tokens: int, gradients: bool, channels: bool = False) -> Trials:
+    key_heads = 4 if channels or not _shares_keys(theirs) else 2
     # Without a state before it, the gradient of the first decay is a rounding of 0.
     for l2norm, dtype, state, grads in (
         (True, torch.bfloat16, True, gradients), (False, torch.float16, True, gradients),
         (True, torch.bfloat16, False, False),
     ):  # fmt: skip
-        keys, numbers = (2, tokens, 2, 16), (2, tokens, 4)
-        shapes = (keys, keys, (2, tokens, 4, 24), numbers, numbers, (2, 4, 16, 24))
+        keys, numbers = (2, tokens, key_heads, 16), (2, tokens, 4)
+        decays = (*numbers, 16) if channels else numbers
+        shapes = (keys, keys, (2, tokens, 4, 24), decays, numbers, (2, 4, 16, 24))
         dtypes = (dtype, dtype, dtype, torch.float32, torch.float32, torch.float32)
         trial = _trial(f"for {tokens} tokens", *shapes, dtypes=dtypes, gradients=grads)
 
@@ -97,11 +109,14 @@ def _scan_step_trials() -> Trials:
         yield _trial("for one token", *shapes, dtypes=dtypes, gradients=False), call, False
 
 
-TRIALS: dict[str, Callable[[], Trials]] = {
-    "causal_conv1d_fn": _convolution_trials,
-    "causal_conv1d_update": _convolution_step_trials,
-    "torch_chunk_gated_delta_rule": lambda: _delta_trials(70, True),
-    "torch_recurrent_gated_delta_rule": lambda: _delta_trials(1, False),
-    "mamba2_chunk_scan": _scan_trials,
-    "mamba2_selective_state_update": _scan_step_trials,
+# By name: from a model's own function.
+TRIALS: dict[str, Callable[[Function], Trials]] = {
+    "causal_conv1d_fn": lambda f: _convolution_trials(),
+    "causal_conv1d_update": lambda f: _convolution_step_trials(),
+    "torch_chunk_gated_delta_rule": lambda f: _delta_trials(f, 70, True),
+    "torch_recurrent_gated_delta_rule": lambda f: _delta_trials(f, 1, False),
+    "chunk_kimi_delta_attention": lambda f: _delta_trials(f, 70, True, channels=True),
+    "recurrent_kimi_delta_attention": lambda f: _delta_trials(f, 1, False, channels=True),
+    "mamba2_chunk_scan": lambda f: _scan_trials(),
+    "mamba2_selective_state_update": lambda f: _scan_step_trials(),
 }

@@ -64,8 +64,6 @@ def left_alone(module: nn.Module) -> dict[str, str]:
 @cache
 def _why_not(function: Function, name: str) -> str:
     """Return why a function is not replaced, "" if it is."""
-    if name in _BY_CHANNEL:
-        return "its decay is one of each channel, which our ops do not have"
     try:
         if name not in _IN_ONE:
             _prove(function, name)
@@ -274,7 +272,6 @@ def _in_parts(original: Function) -> Function:
 
 
 _IN_ONE = ("mamba2_split_conv1d_scan_combined",)
-_BY_CHANNEL = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 _ALL: dict[str, Callable[[Function], Function]] = {
     "causal_conv1d_fn": _convolution,
     "causal_conv1d_update": _convolution_step,
@@ -300,7 +297,7 @@ def _prove(theirs: Function, name: str) -> None:
         raise AssertionError("a call that ours does not take")
 
     ours = _ALL[name](refuse)
-    for trial, call, gradients in TRIALS[name]():
+    for trial, call, gradients in TRIALS[name](theirs):
         with torch.set_grad_enabled(gradients):
             found = difference(lambda *a, c=call: c(ours, *a), lambda *a, c=call: c(theirs, *a), trial)
         if found:

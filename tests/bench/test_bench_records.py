@@ -56,6 +56,16 @@ WITHOUT_RECORD = {
     "gated_delta_rule_fwd 1x32768 2/8 heads of 128",
     "gated_delta_rule_step 128 sequences, 16/32 heads of 128",
     *(
+        f"indexer_{what} {shape}, e4m3"
+        for what in ("logits", "topk")
+        for shape in ("2048 tokens, 64 heads of 128, 32768 keys", "64 tokens, 64 heads of 128, 65536 keys")
+    ),
+    *(f"kda_{way} {shape} heads of 128" for way in ("fwd", "bwd") for shape in ("1x8192 24", "1x8192 32", "8x4096 32")),
+    *(
+        f"sparse_mla {tokens} tokens, 128 heads, 2048 of 32768 keys, {form}"
+        for tokens, form in ((1, "656 bytes"), (128, "656 bytes"), (4096, "656 bytes"), (4096, "bf16"))
+    ),
+    *(
         f"ssd_{way} {shape} groups of 128"
         for way in ("fwd", "bwd")
         for shape in ("1x8192 128 heads of 64, 8", "1x8192 128 heads of 64, 1", "8x4096 64 heads of 64, 1")

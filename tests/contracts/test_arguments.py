@@ -271,6 +271,13 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "mla_decode": lambda **n: rtkernels.mla_decode(
         _b16(1, 2, 64), _b16(1, 4, 64), _offs(3), **{"value_width": 64, **n}
     ),
+    "sparse_mla": lambda **n: rtkernels.sparse_mla(
+        _b16(2, 2, 64), _b16(4, 64), _offs(3, 1).view(2, 1), **{"value_width": 64, **n}
+    ),
+    "indexer_logits": lambda **n: rtkernels.indexer_logits(_b16(2, 2, 64), _b16(4, 64), torch.ones(2, 2), **n),
+    "indexer_topk": lambda **n: rtkernels.indexer_topk(
+        _b16(2, 2, 64), _b16(4, 64), torch.ones(2, 2), **{"count": 2, **n}
+    ),
     "attention_quantized": lambda **n: rtkernels.attention_quantized(
         *(torch.ones(4, 2, 16, dtype=torch.int8),) * 2, _b16(4, 2, 16), torch.ones(2, 4), torch.ones(2, 4),
         cu_seqlens_q=_offs(0, 4), cu_seqlens_k=_offs(0, 4), **{"max_seqlen_q": 4, "max_seqlen_k": 4, **n}

@@ -35,6 +35,35 @@ def _exact(q, k, v, g, beta):
     return forward(*(t.double() for t in (q, k, v, g, beta)), None, None, q.shape[3] ** -0.5, True, False)[0]
 
 
+def _by_channel() -> Iterator[Row]:
+    """Kimi Linear's: FlashKDA takes 1.003 ms on an H100 with 24 heads (cudnn-frontend#1017)."""
+    for batch, length, heads in ((1, 8192, 32), (1, 8192, 24), (8, 4096, 32)):
+
+        def make(device: str, generator: torch.Generator, shape=(batch, length, heads)) -> dict[str, Any]:
+            tensors = {name: torch.randn(*shape, 128, device=device, generator=generator).bfloat16() for name in "qkv"}
+            g = -0.1 * torch.rand(*shape, 128, device=device, generator=generator)
+            return tensors | {"g": g, "beta": torch.rand(*shape, device=device, generator=generator)}
+
+        def make_bwd(device: str, generator: torch.Generator, make=make) -> dict[str, Any]:
+            given = make(device, generator)
+            dy = torch.randn(given["v"].shape, device=device, generator=generator).to(given["v"].dtype)
+            return {"dy": dy, **given}
+
+        shape, values = f"{batch}x{length} {heads} heads of 128", batch * length * heads * 128
+        yield Row(
+            name="kda_fwd", shape=shape, make=make,
+            ours=lambda q, k, v, g, beta: gated_delta_rule(q, k, v, g, beta, l2norm=True), torch=_plain, exact=_exact,
+            bytes=12 * values,
+        )  # fmt: skip
+        yield Row(
+            name="kda_bwd", shape=shape, make=make_bwd,
+            ours=lambda dy, q, k, v, g, beta: BACKWARD(
+                dy, None, q, k, v, g, beta, None, None, q.shape[3] ** -0.5, True, False
+            )[:5],
+            torch=_plain, bytes=22 * values,
+        )  # fmt: skip
+
+
 def rows() -> Iterator[Row]:
     sizes = ((1, 8192, 16, 32), (8, 4096, 16, 32), (1, 32768, 16, 64), (1, 32768, 2, 8))  # FlashQLA's
     for batch, length, key_heads, heads in sizes:
@@ -69,6 +98,8 @@ def rows() -> Iterator[Row]:
             )[:5],
             torch=_plain, bytes=3 * values + 4 * keys + 4 * numbers,
         )  # fmt: skip
+
+    yield from _by_channel()
 
     def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:
         tensors = {

@@ -35,8 +35,13 @@ def _check_operands(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta, scale: float
     heads, key_heads = v.shape[-2], q.shape[-2]
     if heads < 1 or key_heads < 1 or heads % key_heads:
         raise ArgumentError(f"v has {heads} heads; expected a multiple of the {key_heads} heads of q and k")
-    for name, meta in (("g", g), ("beta", beta)):
-        check_same(name, tuple(meta.shape), tuple(v.shape[:-1]), "shape", of="v without its width")
+    numbers = tuple(v.shape[:-1])
+    check_same("beta", tuple(beta.shape), numbers, "shape", of="v without its width")
+    if g.dim() == v.dim():
+        check_same("g", tuple(g.shape), (*numbers, q.shape[-1]), "shape", of="v and the width of q")
+        check_same("v", heads, key_heads, "heads", of="q and k, if g has a decay per channel")
+    else:
+        check_same("g", tuple(g.shape), numbers, "shape", of="v without its width")
     check_factor(scale)
 
 
@@ -59,8 +64,8 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
         check_same("initial_state", tuple(state.shape), _state_shape(q, v, cu), "shape", of="batch, heads, q and v")
 
 
-def _plan(q, k, v, initial_state, cu_seqlens, scale, l2norm, wants_state, device) -> Steps:
-    call = Call.of(q, v, cu_seqlens, scale, l2norm)
+def _plan(q, k, v, g, initial_state, cu_seqlens, scale, l2norm, wants_state, device) -> Steps:
+    call = Call.of(q, v, cu_seqlens, scale, l2norm, channels=g.dim() == v.dim())
     steps, scratch = plans.inside_chunks(call, q, k, device)
     names = {"out": "out"}
     if initial_state is not None:
@@ -103,9 +108,9 @@ def _backward_outputs(q, k, v, g, beta, cu_seqlens, needs_state):
 
 
 def _plan_backward(
-    dout, dfinal_state, q, k, v, initial_state, cu_seqlens, scale, l2norm, needs_state, device
+    dout, dfinal_state, q, k, v, g, initial_state, cu_seqlens, scale, l2norm, needs_state, device
 ) -> Steps:  # fmt: skip
-    call = Call.of(q, v, cu_seqlens, scale, l2norm)
+    call = Call.of(q, v, cu_seqlens, scale, l2norm, channels=g.dim() == v.dim())
     steps, scratch = plans.inside_chunks(call, q, k, device)
     names = {"states": "states", "updates": "updates"}
     if initial_state is not None:
@@ -162,6 +167,21 @@ class _GatedDeltaRule(torch.autograd.Function):
 _differentiable = applied(_GatedDeltaRule)
 
 
+def _for_channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k, with a copy for each head of v if there is a decay per channel."""
+    count = q.shape[-2] if q.dim() > 1 else 0
+    if (
+        g.dim() != v.dim()
+        or not count
+        or k.shape != q.shape
+        or v.dim() != q.dim()
+        or v.shape[-2] % count
+        or v.shape[-2] == count
+    ):
+        return q, k
+    return q.repeat_interleave(v.shape[-2] // count, -2), k.repeat_interleave(v.shape[-2] // count, -2)
+
+
 @public
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None,
@@ -182,8 +202,9 @@ def gated_delta_rule(
         v: [batch, length, heads, width] in q's dtype, packed like q; width: a multiple of 8 up to 256. Heads are a
             multiple of those of q and k: head h reads key head ``h // (heads / key heads)``.
         g: [batch, length, heads] (packed like v), log decay, not positive, any floating-point dtype. None: no decay.
-            Less than -104 counts as -104, of which exp is 0.
-        beta: Like g; as a rule 0 to 1.
+            [batch, length, heads, width of k]: a decay for each channel of k, that is, each row of S (Kimi Linear's
+            KDA); k and q are copied if v has more heads. Less than -104 counts as -104, of which exp is 0.
+        beta: [batch, length, heads], any floating-point dtype; as a rule 0 to 1.
         scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
         initial_state: [batch or sequences, heads, width of k, width of v], any floating-point dtype: the state returned
             by the call for the preceding rows. Default: zeros.
@@ -200,6 +221,7 @@ def gated_delta_rule(
     for name, t in (("k", k), ("v", v), ("beta", beta)):
         check_tensor(name, t)
     decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
+    q, k = _for_channels(q, k, v, decay)
     state = None if initial_state is None else initial_state.float()
     values = (
         q, k, v, decay, beta.float(), state, cu_seqlens, default_scale(scale, q), bool(l2norm), bool(return_state),
@@ -225,7 +247,7 @@ ONE = Operator(
         InPlaceVectors("state", (_FLOAT32,)),
     ),
     options="float scale, bool l2norm", results="out", outputs=lambda q, v: (Memory(tuple(v.shape), q.dtype),),
-    plan=lambda q, k, v, scale, l2norm, device: Steps(plans.step(q, k, v, scale, l2norm, device)),
+    plan=lambda q, k, v, g, scale, l2norm, device: Steps(plans.step(q, k, v, g, scale, l2norm, device)),
     reference=reference.step, check=_check_step,
 )  # fmt: skip
 
@@ -241,8 +263,8 @@ def gated_delta_rule_step(
         q: bfloat16 or float16 [batch, key heads, width].
         k: Like q.
         v: [batch, heads, width] in q's dtype.
-        g: [batch, heads], log decay, any floating-point dtype. None: no decay.
-        beta: Like g.
+        g: [batch, heads] or [batch, heads, width of k], log decay, any floating-point dtype. None: no decay.
+        beta: [batch, heads], any floating-point dtype.
         state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state after the token.
             Copied if its address is not a multiple of 16 bytes.
         scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
@@ -256,6 +278,7 @@ def gated_delta_rule_step(
         check_tensor(name, t)
     refuse_gradients("gated_delta_rule_step", [t for t in (q, k, v, g, beta, state) if t is not None])
     decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
+    q, k = _for_channels(q, k, v, decay)
     return ONE.call(q, k, v, decay, beta.float(), state, default_scale(scale, q), bool(l2norm))
 
 

@@ -27,7 +27,7 @@ _STATIC_SHARED, _GRADS_STATIC = 1024, 5120  # at most, of kernels
 _MATRIX = 2 * _CHUNK * _CHUNK  # bytes of T or P
 
 _TYPES = [(t, d) for t in _TOKENS for d in _WIDTHS]
-_SCANS = [(t, d, v) for t, d in _TYPES for v in _COLUMNS]
+_SCANS = [(t, d, v, channels) for t, d in _TYPES for v in _COLUMNS for channels in (False, True)]
 _SIZES = "length:i64 heads:i64 key_heads:i64 d_k:i64 d_v:i64"
 CHUNK = Kernel(
     "attention/gated_delta_rule_chunk.cu", "gated_delta_rule_chunk", template="T DK", max_registers=255,
@@ -36,15 +36,15 @@ CHUNK = Kernel(
     variants=_TYPES,
 )  # fmt: skip
 SCAN = Kernel(
-    "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT", max_registers=255,
-    args="q:ptr k:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr states:ptr updates:ptr "
-    f"{_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
+    "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT CHANNELS", max_registers=255,
+    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr "
+    f"states:ptr updates:ptr {_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 REVERSE = Kernel(
-    "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT", max_registers=255,
-    args="q:ptr k:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr dstates:ptr "
-    f"drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
+    "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT CHANNELS", max_registers=255,
+    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr "
+    f"dv:ptr dstates:ptr drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
@@ -54,12 +54,28 @@ GRADS = Kernel(
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
-    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T", max_registers=128, tier="serve",
+    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T CHANNELS", max_registers=128,
+    tier="serve",
     args="q:ptr k:ptr v:ptr g:ptr beta:ptr state:ptr out:ptr heads:i64 key_heads:i64 d_k:i64 d_v:i64 q_batch:i64 "
     "q_head:i64 k_batch:i64 k_head:i64 v_batch:i64 v_head:i64 l2norm:i64 scale:f64",
-    variants=[(t,) for t in _TOKENS],
+    variants=[(t, channels) for t in _TOKENS for channels in (False, True)],
 )  # fmt: skip
-KERNELS = (CHUNK, SCAN, REVERSE, GRADS, STEP)
+# With a decay per channel.
+KDA_CHUNK = Kernel(
+    "attention/kda_chunk.cu", "kda_chunk", template="T DK", max_registers=255,
+    args="q:ptr k:ptr g:ptr beta:ptr cu:ptr solve:ptr inner:ptr rows:ptr keys_before:ptr queries_before:ptr "
+    f"keys_after:ptr sequences:i64 length:i64 heads:i64 key_heads:i64 d_k:i64 {stride_arguments('q k')} l2norm:i64 "
+    "scale:f64",
+    variants=_TYPES,
+)  # fmt: skip
+KDA_GRADS = Kernel(
+    "attention/kda_grads.cu", "kda_grads", template="T DK", max_registers=255, struct=True,
+    args="q:ptr k:ptr v:ptr dout:ptr g:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr "
+    "dk:ptr dg:ptr dbeta:ptr kept:ptr sequences:i64 length:i64 heads:i64 d_k:i64 d_v:i64 "
+    f"{stride_arguments('q k v dout')} l2norm:i64 scale:f64",
+    variants=_TYPES,
+)  # fmt: skip
+KERNELS = (CHUNK, SCAN, REVERSE, GRADS, STEP, KDA_CHUNK, KDA_GRADS)
 
 
 class Call(NamedTuple):
@@ -78,16 +94,18 @@ class Call(NamedTuple):
     l2norm: bool
     corrected: bool = True  # False: U is beta V, as in the SSD of Mamba-2
     skip: bool = False  # a factor of v for each head is added
+    channels: bool = False  # each has a decay of its own
 
     @classmethod
     def of(
-        cls, q: Meta, v: Meta, cu: Meta | None, scale: float, l2norm: bool, corrected: bool = True, skip: bool = False
-    ) -> Call:
+        cls, q: Meta, v: Meta, cu: Meta | None, scale: float, l2norm: bool, corrected: bool = True, skip: bool = False,
+        channels: bool = False,
+    ) -> Call:  # fmt: skip
         """Return the sizes of a call from its tensors."""
         sequences = q.shape[0] if cu is None else cu.shape[0] - 1
         length = q.shape[1] if cu is None else q.shape[0]
         sizes = (sequences, length, v.shape[-2], q.shape[-2], q.shape[-1], v.shape[-1])
-        return cls(DTYPE_TOKEN[q.dtype], q.dtype, *sizes, cu is not None, scale, l2norm, corrected, skip)
+        return cls(DTYPE_TOKEN[q.dtype], q.dtype, *sizes, cu is not None, scale, l2norm, corrected, skip, channels)
 
     @property
     def chunks(self) -> int:
@@ -107,6 +125,11 @@ class Call(NamedTuple):
         return "cu_seqlens" if self.packed else 0
 
     @property
+    def keys(self) -> tuple[str | int, ...]:
+        """The arguments of scans for queries and keys."""
+        return ("queries_before", "keys_before", "keys_after") if self.channels else ("q", "k", 0)
+
+    @property
     def matrices(self) -> tuple[str | int, ...]:
         """The arguments of scans that say what happens inside of chunks."""
         return "solve" if self.corrected else 0, "inner", "rows", "skip" if self.skip else 0
@@ -118,14 +141,25 @@ def _flat(*metas: Meta) -> tuple[int, ...]:
 
 def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step], dict[str, Memory]]:
     """Return the launch that prepares all chunks, and its results as scratch."""
+    matrices = Memory((call.chunks, call.heads, _CHUNK, _CHUNK), call.dtype)
+    rows = Memory((call.chunks, call.heads, _ROW_KINDS, _CHUNK), torch.float32)
+    if call.channels:
+        shared = (2 * _CHUNK + 96) * tile_pitch(call.width) + 2 * 4 * _CHUNK * 68
+        launch = KDA_CHUNK.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
+        step = Step(
+            launch, *("q", "k", "g", "beta", call.cu, "solve", "inner", "rows", "keys_before", "queries_before"),
+            *("keys_after", call.sequences, call.length, call.heads, call.key_heads, call.d_k, *_flat(q, k)),
+            *(int(call.l2norm), call.scale),
+        )  # fmt: skip
+        keys = Memory((call.chunks, call.heads, _CHUNK, call.d_k), call.dtype)
+        scaled = {"keys_before": keys, "queries_before": keys, "keys_after": keys}
+        return [step], {"solve": matrices, "inner": matrices, "rows": rows} | scaled
     shared = max(2 * _CHUNK * tile_pitch(call.width), 2 * 4 * _CHUNK * 68)
     launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     step = Step(
         launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),
         *(call.key_heads, call.d_k, *_flat(q, k), int(call.l2norm), call.scale),
     )  # fmt: skip
-    matrices = Memory((call.chunks, call.heads, _CHUNK, _CHUNK), call.dtype)
-    rows = Memory((call.chunks, call.heads, _ROW_KINDS, _CHUNK), torch.float32)
     return [step], ({"solve": matrices} if call.corrected else {}) | {"inner": matrices, "rows": rows}
 
 
@@ -143,7 +177,7 @@ class _Shape(NamedTuple):
         limit = device_info(device).shared_per_block - _STATIC_SHARED
         for columns in _COLUMNS[int(blocks > device_info(device).sm_count) :: -1]:
             values, keys = _CHUNK * tile_pitch(columns), _CHUNK * tile_pitch(call.width)
-            stage = 2 * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * _CHUNK
+            stage = (3 if call.channels else 2) * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * _CHUNK
             others = call.width * tile_pitch(columns) + tiles * values
             stages = min((limit - others) // stage, _MAX_STAGES)
             if stages > 0:
@@ -155,10 +189,10 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
     """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
     shape = _Shape.of(call, 4, device)
     grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
-    launch = SCAN.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
+    launch = SCAN.bind((call.token, call.width, shape.columns, call.channels), device, grid, 256, shape.shared)
     given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
     return Step(
-        launch, *("q", "k", "v", *call.matrices[:3], given["initial"], given["final"], call.cu, given["out"]),
+        launch, *(*call.keys, "v", *call.matrices[:3], given["initial"], given["final"], call.cu, given["out"]),
         *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
         *(*_flat(q, k, v), shape.stages, call.scale),
     )  # fmt: skip
@@ -168,15 +202,23 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitia
     """Return the launch of gradients from chunk to chunk."""
     shape = _Shape.of(call, 5, device)
     grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
-    launch = REVERSE.bind((call.token, call.width, shape.columns), device, grid, 256, shape.shared)
+    launch = REVERSE.bind((call.token, call.width, shape.columns, call.channels), device, grid, 256, shape.shared)
     return Step(
-        launch, *("q", "k", "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
+        launch, *(*call.keys, "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
         *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *_flat(q, k, dout), shape.stages, call.scale),
     )  # fmt: skip
 
 
 def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
     """Return the launch of gradients inside chunks."""
+    if call.channels:
+        shared = _CHUNK * (5 * tile_pitch(64) + 3 * 4 * 65)
+        launch = KDA_GRADS.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
+        return Step(
+            launch, *("q", "k", "v", "dout", "g", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk"),
+            *("dg", "dbeta", "kept" if call.width > 64 else 0, call.sequences, call.length, call.heads, call.d_k),
+            *(call.d_v, *_flat(q, k, v, dout), int(call.l2norm), call.scale),
+        )  # fmt: skip
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
     stage = 3 * values + 2 * call.width * tile_pitch(64)
     fits = 2 * (keys + stage) + _GRADS_STATIC <= device_info(device).shared_per_block
@@ -194,14 +236,16 @@ def gradient_scratch(call: Call) -> dict[str, Memory]:
     """Return what gradients keep of each chunk."""
     states = Memory((call.chunks, call.heads, call.d_k, call.d_v), call.dtype)
     rows = Memory((call.chunks, call.heads, _CHUNK, call.d_v), call.dtype)
-    return {"states": states, "dstates": states, "updates": rows, "drest": rows}
+    kept = {"kept": Memory((call.chunks, call.heads, 2, _CHUNK, 64), torch.float32)}
+    given = {"states": states, "dstates": states, "updates": rows, "drest": rows}
+    return given | kept if call.channels and call.width > 64 else given
 
 
-def step(q: Meta, k: Meta, v: Meta, scale: float, l2norm: bool, device: int) -> Step:
+def step(q: Meta, k: Meta, v: Meta, g: Meta, scale: float, l2norm: bool, device: int) -> Step:
     """Return the launch of one token."""
     batch, key_heads, d_k = q.shape
     heads, d_v = v.shape[1:]
-    launch = STEP.bind((DTYPE_TOKEN[q.dtype],), device, (-(-d_v // 32), heads, batch), 256)
+    launch = STEP.bind((DTYPE_TOKEN[q.dtype], g.dim() == 3), device, (-(-d_v // 32), heads, batch), 256)
     apart = (number for meta in (q, k, v) for number in strides(meta)[1:3])
     names = ("q", "k", "v", "g", "beta", "state", "out")
     return Step(launch, *names, heads, key_heads, d_k, d_v, *apart, int(l2norm), scale)

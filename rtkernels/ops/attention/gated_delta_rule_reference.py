@@ -76,17 +76,58 @@ class _Chunk:
         return dq, dk, beta * drest, dg, dbeta, before_chunk
 
 
-def _chunks(q, k, v, g, beta, state: Tensor, l2norm: bool, corrected: bool = True) -> Iterator[_Chunk]:
+class _ChannelChunk:
+    """The same with a decay for each channel of keys: g [heads, length, width]."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+        self.q, self.k, self.v, self.beta, self.state, length = q, k, v, beta.unsqueeze(-1), state, q.shape[1]
+        c = g.cumsum(1)
+        lower = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().unsqueeze(-1)
+        decays = torch.exp((c.unsqueeze(2) - c.unsqueeze(1)).masked_fill(~lower, -torch.inf))
+        self.decayed = decays * k.unsqueeze(1)  # keys of earlier tokens, as later ones see them
+        self.decays = decays
+        self.before, self.after, self.whole = torch.exp(c), torch.exp(c[:, -1:] - c), torch.exp(c[:, -1]).unsqueeze(-1)
+        self.inner = torch.einsum("hid,hijd->hij", q, self.decayed)
+        keys = torch.einsum("hid,hijd->hij", k, self.decayed).tril(-1)
+        self.solved = torch.eye(length, dtype=q.dtype, device=q.device) + self.beta * keys
+        rest = self.beta * (v - (self.before * k) @ state)
+        self.update = torch.linalg.solve_triangular(self.solved, rest, upper=False, unitriangular=True)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return out (without the scale) and the state behind the chunk."""
+        out = (self.before * self.q) @ self.state + self.inner @ self.update
+        return out, self.whole * self.state + (self.after * self.k).mT @ self.update
+
+    def gradients(self, dout: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, g, beta and the state; names as in kda_grads.cu."""
+        q, k, beta, before = self.q, self.k, self.beta, self.before
+        dupdate = self.inner.mT @ dout + (self.after * k) @ dstate
+        drest = torch.linalg.solve_triangular(self.solved.mT, dupdate, upper=True, unitriangular=True)
+        x, n = (dout @ self.update.mT).tril(), -(drest @ self.update.mT).tril(-1)
+        dq = torch.einsum("hij,hijd->hid", x, self.decayed) + before * (dout @ self.state.mT)
+        y = torch.einsum("hij,hijd->hid", n, self.decayed) - before * (drest @ self.state.mT)
+        later = self.after * (self.update @ dstate.mT)
+        columns = x.unsqueeze(-1) * q.unsqueeze(2) + (beta * n).unsqueeze(-1) * k.unsqueeze(2)
+        z = (self.decays * columns).sum(1) + later
+        dc = q * dq + beta * k * y - k * z
+        dc[:, -1] += (k * later).sum(1) + self.whole.squeeze(-1) * (self.state * dstate).sum(-1)
+        dbeta = (drest * self.v).sum(-1) + (k * y).sum(-1)
+        before_chunk = self.whole * dstate + (before * q).mT @ dout - (beta * before * k).mT @ drest
+        return dq, beta * y + z, beta * drest, dc.flip(1).cumsum(1).flip(1), dbeta, before_chunk
+
+
+def _chunks(q, k, v, g, beta, state: Tensor, l2norm: bool, corrected: bool = True) -> Iterator[_Chunk | _ChannelChunk]:
     """Yield the chunks of one sequence [length, heads, width]."""
     dtype, each = sums(q), v.shape[1] // max(q.shape[1], 1)
     q, k, v = (t.to(dtype).transpose(0, 1) for t in (q, k, v))
     if l2norm:
         q, k = normalized(q), normalized(k)
     q, k = (t.repeat_interleave(each, 0) for t in (q, k))
-    g, beta = g.to(dtype).t().clamp(min=-104.0), beta.to(dtype).t()
+    g, beta = g.to(dtype).transpose(0, 1).clamp(min=-104.0), beta.to(dtype).t()
     for begin in range(0, q.shape[1], _CHUNK):
         rows = slice(begin, begin + _CHUNK)
-        chunk = _Chunk(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state, corrected)
+        parts = (q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+        chunk = _ChannelChunk(*parts) if g.dim() == 3 else _Chunk(*parts, corrected)
         state = chunk.results()[1]
         yield chunk
 
@@ -184,7 +225,8 @@ def step(q, k, v, g, beta, state, scale, l2norm=False):
     if l2norm:
         q, k = normalized(q), normalized(k)
     q, k = (t.repeat_interleave(each, 1) for t in (q, k))
-    decayed = torch.exp(g.to(dtype)).unsqueeze(-1).unsqueeze(-1) * state.to(dtype)
+    decay = torch.exp(g.to(dtype)) if g.dim() == 3 else torch.exp(g.to(dtype)).unsqueeze(-1)
+    decayed = decay.unsqueeze(-1) * state.to(dtype)
     update = beta.to(dtype).unsqueeze(-1) * (v - (k.unsqueeze(-2) @ decayed).squeeze(-2))
     decayed = decayed + k.unsqueeze(-1) * update.unsqueeze(-2)
     state.copy_(decayed)

@@ -86,16 +86,25 @@ def _call(q: Meta, v: Meta, skip: Meta | None, cu: Meta | None) -> Call:
     return Call.of(q, v, cu, 1.0, False, corrected=False, skip=skip is not None)
 
 
-def _scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
-    """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
+def _shape(call: Call, device: int) -> tuple[int, int, int]:
+    """Return columns of v that a block of the scan has, stages, and shared memory.
+
+    Blocks of 32 columns are for heads that, split so, do not need more than one block per SM.
+    """
     info = device_info(device)
-    narrow = call.sequences * call.heads * -(-call.d_v // _COLUMNS[1]) < info.sm_count and call.d_v > _COLUMNS[0]
-    columns = _COLUMNS[0] if narrow or call.d_v <= _COLUMNS[0] else _COLUMNS[1]
+    split = call.sequences * call.heads * -(-call.d_v // _COLUMNS[0]) <= info.sm_count or call.d_v <= _COLUMNS[0]
+    columns = _COLUMNS[0] if split else _COLUMNS[1]
     keys, values, matrix = (64 * tile_pitch(width) for width in (call.width, columns, 64))
     stage, others = 2 * keys + values + matrix + 4 * 4 * 64, call.width * tile_pitch(columns) + 2 * values
     stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
+    return columns, stages, stages * stage + others
+
+
+def _scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
+    """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
+    columns, stages, shared = _shape(call, device)
     grid = (-(-call.d_v // columns), call.heads, call.sequences)
-    launch = _SCAN.bind((call.token, call.width, columns), device, grid, 256, stages * stage + others)
+    launch = _SCAN.bind((call.token, call.width, columns), device, grid, 256, shared)
     given = (
         [names.get(name, 0) for name in ("initial", "final")],
         [names.get(n, 0) for n in ("out", "states", "updates")],

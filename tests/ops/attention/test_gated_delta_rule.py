@@ -33,7 +33,7 @@ def recurrence(q, k, v, g, beta, state, scale: float, l2norm: bool) -> tuple[Ten
     q, k = (t.repeat_interleave(each, 1) for t in (q, k))
     outs = []
     for t in range(q.shape[0]):
-        state = torch.exp(g[t])[:, None, None] * state
+        state = torch.exp(g[t]).unflatten(0, (-1, 1) if g.dim() == 2 else (-1,)).unsqueeze(-1) * state
         update = beta[t][:, None] * (v[t] - (k[t].unsqueeze(1) @ state).squeeze(1))
         state = state + k[t].unsqueeze(2) * update.unsqueeze(1)
         outs.append(scale * (q[t].unsqueeze(1) @ state).squeeze(1))
@@ -173,8 +173,12 @@ def test_states_carry_on(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    from ops.attention import test_kda
+
     test_packed_sequences("sm_90")
     test_steps_are_the_whole("sm_90")
+    test_kda.test_packed_sequences("sm_90")
+    test_kda.test_steps_are_the_whole("sm_90")
 
 
 @at("sm_90", "cuda")

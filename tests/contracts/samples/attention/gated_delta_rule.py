@@ -42,4 +42,9 @@ def samples(device: str):
         yield FORWARD, values
         dout = torch.ones_like(values[2])
         yield BACKWARD, (dout, state if values[-1] else None, *values[:-1], values[-1])
+    channels = -normal(2, 5, 4, 16).abs()
+    keys = q.repeat_interleave(2, 2)
+    yield FORWARD, (keys, keys, v, channels, beta, None, None, 0.25, True, False)
+    yield BACKWARD, (torch.ones_like(v), None, keys, keys, v, channels, beta, None, None, 0.25, True, False)
+    yield ONE, (*(t[:, 0] for t in (keys, keys, v, channels, beta)), state.clone(), 0.25, True)
     yield ONE, (*(t[:, 0] for t in (q, k, v, g, beta)), state.clone(), 0.25, True)

@@ -1,0 +1,146 @@
+"""sparse_mla: against float64 over the chosen keys, of latents in 16 bits and in 656 bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.attention_exact import assert_near
+from support.compare import poisoned, running_on
+from support.places import at, error_tests
+from torch import Tensor
+
+from rtkernels import sparse_mla
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return latents [keys, 576] in 656 bytes, and their values as float64."""
+    parts = latents[:, :512].float().unflatten(1, (4, 128))
+    scales = parts.abs().amax(-1).clamp(min=1e-4) / 448
+    codes = (parts / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    rotated = latents[:, 512:].bfloat16()
+    rows = [
+        codes.flatten(1).view(torch.uint8),
+        scales.contiguous().view(torch.uint8),
+        rotated.contiguous().view(torch.uint8),
+    ]
+    exact = (codes.double() * scales.double().unsqueeze(-1)).flatten(1)
+    return torch.cat(rows, 1), torch.cat((exact, rotated.double()), 1)
+
+
+def exact(q, latents, indices, value_width, scale, positions=None, sinks=None) -> tuple[Tensor, Tensor]:
+    outs, logs = [], []
+    for t in range(q.shape[0]):
+        last = latents.shape[0] - 1 if positions is None else min(int(positions[t]), latents.shape[0] - 1)
+        rows = latents[[i for i in indices[t].tolist() if 0 <= i <= last]].double()
+        scores = scale * q[t].double() @ rows.mT
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().unsqueeze(1)), 1)
+        logs.append(scores.logsumexp(1))
+        outs.append(torch.exp(scores - logs[-1].unsqueeze(1)).nan_to_num(0.0)[:, : len(rows)] @ rows[:, :value_width])
+    return torch.stack(outs), torch.stack(logs)
+
+
+def choice(tokens: int, count: int, keys: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.stack([torch.randperm(keys, generator=generator)[:count] for _ in range(tokens)]).int()
+
+
+# tokens, heads, keys, count, width, value width, type
+CASES = {
+    "one": (1, 1, 1, 1, 8, 8, BF16),
+    "as models": (2, 33, 80, 70, 576, 512, BF16),
+    "narrow": (3, 2, 50, 33, 72, 64, FP16),
+    "splits": (1, 16, 300, 290, 576, 512, BF16),
+}
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, place: str) -> None:
+    tokens, heads, keys, count, width, value_width, dtype = CASES[name]
+    q, kv, indices = (
+        random(tokens, heads, width).to(dtype),
+        random(keys, width, seed=1).to(dtype),
+        choice(tokens, count, keys),
+    )
+    indices[:, ::7] = -1 if count > 1 else 0
+    want = exact(q, kv, indices, value_width, 0.05)
+    with running_on(place) as device, poisoned():
+        got = sparse_mla(
+            *(t.to(device) for t in (q, kv, indices)), scale=0.05, value_width=value_width, return_lse=True
+        )
+        for a, b, what in zip(got, want, ("out", "lse"), strict=True):
+            assert_near(a, b.to(device), 2.0**-7, what)
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+def test_latents_of_656_bytes(dtype: torch.dtype, place: str) -> None:
+    q, indices = random(2, 5, 576).to(dtype), choice(2, 40, 45)
+    kv, latents = packed(random(45, 576, seed=1))
+    want = exact(q, latents, indices, 512, 0.05)
+    with running_on(place) as device, poisoned():
+        got = sparse_mla(*(t.to(device) for t in (q, kv, indices)), scale=0.05, return_lse=True)
+        for a, b, what in zip(got, want, ("out", "lse"), strict=True):
+            assert_near(a, b.to(device), 2.0**-7, what)
+
+
+@at("cpu", "sm_80", "cuda")
+def test_what_does_not_count(place: str) -> None:
+    q, kv, indices = random(4, 3, 64).to(BF16), random(40, 64, seed=1).to(BF16), choice(4, 40, 40)
+    indices[0] = -1
+    indices[1, 5:] = 40
+    indices[2, ::2] = 2**31 - 1
+    positions, sinks = torch.tensor([9, 60, 12, -1], dtype=torch.int32), random(3, seed=5)
+    for sink in (None, sinks):
+        want = exact(q, kv, indices, 64, 0.1, positions, sink)
+        with running_on(place) as device, poisoned():
+            out, lse = sparse_mla(
+                *(t.to(device) for t in (q, kv, indices)), scale=0.1, value_width=64, positions=positions.to(device),
+                sinks=None if sink is None else sink.to(device), return_lse=True,
+            )  # fmt: skip
+            assert_near(out, want[0].to(device), 2.0**-7, "out")
+            assert not out[0].any() and not out[3].any()
+            assert_near(lse[1:3], want[1][1:3].to(device), 2.0**-7, "lse")
+            assert bool((lse[0].isinf() if sink is None else lse[0].cpu().sub(sink).abs() < 1e-5).all())
+
+
+@at("cpu", "sm_80", "cuda")
+def test_empty(place: str) -> None:
+    with running_on(place) as device:
+        q, kv = torch.ones(2, 3, 64, device=device, dtype=BF16), torch.ones(5, 64, device=device, dtype=BF16)
+        none = torch.zeros(2, 0, dtype=torch.int32, device=device)
+        assert not sparse_mla(q, kv, none, value_width=64).any()
+        assert sparse_mla(q[:0], kv, none[:0], value_width=64).shape == (0, 3, 64)
+
+
+def emulated_coverage() -> None:
+    """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    test_values("splits", "sm_90")
+    test_latents_of_656_bytes(BF16, "sm_90")
+
+
+_Q, _KV, _I = torch.ones(2, 3, 64).bfloat16(), torch.ones(5, 64).bfloat16(), torch.zeros(2, 4, dtype=torch.int32)
+test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
+    {
+        "q": (lambda: sparse_mla(_Q[0], _KV, _I), r"q has shape \(3, 64\); expected \[tokens, heads, width\]"),
+        "kv": (lambda: sparse_mla(_Q, _KV[:, :32], _I), "kv has width 32; expected 64"),
+        "bytes": (lambda: sparse_mla(_Q, torch.zeros(5, 584, dtype=torch.uint8), _I), "expected 656"),
+        "indices": (lambda: sparse_mla(_Q, _KV, _I.long()), r"indices is torch.int64 \(2, 4\); expected int32 \[2,"),
+        "value width": (lambda: sparse_mla(_Q, _KV, _I), "value_width is 512; expected a multiple of 8 to 64"),
+        "positions": (
+            lambda: sparse_mla(_Q, _KV, _I, value_width=64, positions=_I[0]),
+            r"positions is torch.int32 \(4,\); expected int32 \[2\]",
+        ),
+        "sinks": (
+            lambda: sparse_mla(_Q, _KV, _I, value_width=64, sinks=torch.ones(2)),
+            r"sinks has shape \(2,\); expected \(3,\)",
+        ),
+    }
+)
