@@ -33,7 +33,10 @@ def test_layers_are_replaced_on_request_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("RTKERNELS_VLLM", raising=False)
     importlib.import_module("rtkernels.integrations.vllm").register()
     assert not found["layers"]
-    assert set(found["backends"]) == {"RTKERNELS"}
+    assert set(found["backends"]) == {"RTKERNELS", "RTKERNELS_MLA"}
+    assert set(found["prefill_backends"]) == {"RTKERNELS"}
+    assert set(found["linear_kernels"]) == {"fp8", "fp8_block"}
+    assert set(found["quantization"]) == {"rtkernels_fp8"}
     assert all("rtkernels" in op.impls for op in vars(found["ops"]).values())
 
 
