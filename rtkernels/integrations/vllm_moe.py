@@ -60,6 +60,13 @@ def _of_experts(scale: Tensor, experts: int) -> Tensor:
 class RtkernelsExperts(mk.FusedMoEExpertsModular):
     """Gated experts: permute, product, activation, product, weighted sum; five launches, or six with a quantiser."""
 
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)
+        if quant_config.gemm1_clamp_limit is not None:
+            raise NotImplementedError(
+                f"RtkernelsExperts: gemm1_clamp_limit is {quant_config.gemm1_clamp_limit}; expected None"
+            )
+
     @staticmethod
     def activation_format() -> Any:
         """Return that tokens come in rows."""

@@ -205,6 +205,7 @@ class QuantConfig:
     w1_scale: Tensor | None = None
     w2_scale: Tensor | None = None
     block_shape: list[int] | None = None
+    gemm1_clamp_limit: float | None = None
 
 
 class FusedMoEExperts:
