@@ -1067,26 +1067,29 @@ def attention_quantized(
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int |
-    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse:
-    Literal[False] = False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor
+    | None = None, return_lse: Literal[False] = False, out: Tensor | None = None, backend: Literal['auto', 'sm90',
+    'mma'] = 'auto'
 ) -> Tensor:
     """Return the attention of packed sequences; each sequence attends only to itself."""
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int |
-    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse:
-    Literal[True], out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor
+    | None = None, return_lse: Literal[True], out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] =
+    'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int |
-    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse: bool =
-    False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor
+    | None = None, return_lse: bool = False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] =
+    'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload
