@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from torch import Tensor
 
 import rtkernels
@@ -87,7 +86,9 @@ def fp8_einsum(equation: str, x: Any, w: Any) -> Any:
     right = jnp.transpose(w, [of_w.index(t) for t in summed + kept_w])
     inner = [right.shape[i] for i in range(len(summed))]
     if list(left.shape[len(kept_x) :]) != inner:
-        raise ArgumentError(f"x and w have shapes {x.shape} and {w.shape}; expected equal sizes where {equation!r} sums")
+        raise ArgumentError(
+            f"x and w have shapes {x.shape} and {w.shape}; expected equal sizes where {equation!r} sums"
+        )
     size = 1
     for n in inner:
         size *= n

@@ -143,7 +143,9 @@ class RtkernelsExperts(mk.FusedMoEExpertsModular):
         codes, scale = self._activated(first, act, a2_scale, _resized(workspace13, rows, width // 2))
         self._multiply(codes, w2, scale, self.w2_scale, ends, second)
         probs = None if apply_router_weight_on_input else topk_weights
-        rtkernels.moe_unpermute(second, index, probs=probs, dense_probs=False if probs is not None else None, out=output)
+        rtkernels.moe_unpermute(
+            second, index, probs=probs, dense_probs=False if probs is not None else None, out=output
+        )
 
     def _multiply(
         self, x: Tensor, w: Tensor, scale: Tensor | None, weight_scale: Tensor | None, ends: Tensor, out: Tensor
@@ -160,9 +162,7 @@ class RtkernelsExperts(mk.FusedMoEExpertsModular):
             x, w, scale, of_weight, offs=ends, b_layout="nk", recipe=recipe, out=out, out_dtype=out.dtype
         )
 
-    def _activated(
-        self, both: Tensor, act: str, scale: Tensor | None, out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _activated(self, both: Tensor, act: str, scale: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the activations between the products, quantised if the weights are.
 
         Rows after the last expert's are uninitialised, so no scale may be taken over several rows: a dynamic scale of

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-
 M = TypeVar("M")
 
 
@@ -143,5 +142,3 @@ def attend(
         assert out.shape == (first, heads, impl.kv_lora_rank) and lse.shape == (first, heads)
         output[:first] = torch.einsum("thr,hvr->thv", out, up_v).flatten(1)
     return output
-
-

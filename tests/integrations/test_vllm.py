@@ -117,8 +117,12 @@ def _plain(
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks", "head_major", "slopes"),
-    [(None, 0.0, False, True, None), (7, 5.0, False, False, None), (9, 0.0, True, True, None),
-     (None, 0.0, False, True, [0.5, 0.25, 0.0, 1.0])],
+    [
+        (None, 0.0, False, True, None),
+        (7, 5.0, False, False, None),
+        (9, 0.0, True, True, None),
+        (None, 0.0, False, True, [0.5, 0.25, 0.0, 1.0]),
+    ],
 )
 def test_attention_over_steps(
     registered: dict[str, Any],

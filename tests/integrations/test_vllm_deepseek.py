@@ -130,8 +130,9 @@ def _model(device: str, real: bool, quantized: bool) -> Any:
     config = transformers.DeepseekV3Config(
         vocab_size=97, hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=experts,
-        num_experts_per_tok=top_k, n_group=groups, topk_group=1, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=rank, qk_rope_head_dim=rope,
-        qk_nope_head_dim=nope, v_head_dim=nope, max_position_embeddings=128, initializer_range=0.06 if quantized else 0.15,
+        num_experts_per_tok=top_k, n_group=groups, topk_group=1, first_k_dense_replace=1, q_lora_rank=64,
+        kv_lora_rank=rank, qk_rope_head_dim=rope, qk_nope_head_dim=nope, v_head_dim=nope, max_position_embeddings=128,
+        initializer_range=0.06 if quantized else 0.15,
     )  # fmt: skip
     model = transformers.DeepseekV3ForCausalLM(config)
     for name, parameter in model.named_parameters():

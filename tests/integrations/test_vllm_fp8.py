@@ -198,7 +198,7 @@ def test_experts(registered: dict[str, Any], kind: str, tokens: int, place: str)
             config = fake_vllm_fp8.QuantConfig(*scales, [128, 128] if kind == "block" else None)
             of_rows = {"block": "group", "channel": "row"}.get(kind, "tensor")
             a2_scale = torch.tensor([0.15], device=device) if kind == "static" else None
-        for act in (("silu", "gelu", "gelu_tanh") if kind == "16 bits" else ("silu",)):
+        for act in ("silu", "gelu", "gelu_tanh") if kind == "16 bits" else ("silu",):
             moe = fake_vllm_fp8.MoEConfig(activation=fake_vllm_fp8.MoEActivation(act))
             layer = module.RtkernelsExperts(moe, config)
             limit = 0.012 if kind == "16 bits" else 0.08

@@ -66,7 +66,9 @@ def alibi_offset(slopes: Tensor, q: Tensor, k: Tensor, seqused_k: Tensor | None)
     return slopes.detach().float().view(-1, heads, 1) * behind
 
 
-def packed_bias(slopes: Tensor, q: Tensor, k: Tensor, sequences: int, max_q: int, sinks: Tensor | None, right: int) -> Tensor:
+def packed_bias(
+    slopes: Tensor, q: Tensor, k: Tensor, sequences: int, max_q: int, sinks: Tensor | None, right: int
+) -> Tensor:
     """Return ``slope * key`` for packed sequences, float32 [sequences or 1, heads, queries, tokens of keys].
 
     Keys are counted from the first one of a sequence, so that numbers are no larger than its length demands.
