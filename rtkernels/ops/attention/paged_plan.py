@@ -48,10 +48,10 @@ PAGED = Kernel(
     "attention/attention_paged.cu", "attention_paged", template="T CODES D MT BN", max_registers=255, struct=True,
     tier="serve",
     args="q:ptr k_cache:ptr v_cache:ptr cu_q:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr slopes:ptr "
-    "out:ptr lse:ptr sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_qk:i64 d_v:i64 "
-    "page_size:i64 page_divisor:i64 table_row:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 "
-    "v_row:i64 v_head:i64 out_row:i64 out_head:i64 lse_head:i64 k_scale_head:i64 v_scale_head:i64 slopes_batch:i64 left:i64 "
-    "right:i64 scale_factor:i64 softcap_inverse:i64",
+    "out:ptr lse:ptr sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_qk:i64 "
+    "d_v:i64 page_size:i64 page_divisor:i64 table_row:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "
+    "v_page:i64 v_row:i64 v_head:i64 out_row:i64 out_head:i64 lse_head:i64 k_scale_head:i64 v_scale_head:i64 "
+    "slopes_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
     variants=[(t, codes, *tiles) for t in _TOKENS for codes in (0, 1, 2) for tiles in _TILES],
 )  # fmt: skip
 TOKENS = Kernel(

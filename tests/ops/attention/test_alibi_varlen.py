@@ -15,7 +15,7 @@ QUERIES, KEYS = (5, 0, 1, 70, 33), (40, 7, 21, 70, 90)
 
 
 def one_sequence(q, k, v, slope, window, softcap, sinks) -> tuple[Tensor, Tensor]:
-    """Return result [queries, heads, width] and log-sum-exp [heads, queries] in fp64; window: left, right, -1 for all."""
+    """Return result [queries, heads, width] and log-sum-exp [heads, queries] in fp64; a window of -1 is all."""
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
