@@ -56,6 +56,4 @@ GAPS = [
     ("FlagGems", "reshape_and_cache_flash",
      "rtk.append_kv_cache(k.float(), v.float(), k_cache.float(), k_cache.float(), lengths, page_table=table)",
      "float32"),
-    ("FlagGems", "rwkv_ka_fusion", None, "three launches instead of one"),
-    ("FlagGems", "rwkv_mm_sparsity", None, "dense: rows of zeros are multiplied, too"),
 ]  # fmt: skip
