@@ -43,7 +43,8 @@ def test_special_values(place: str) -> None:
 def test_refused() -> None:
     k, v = torch.ones(3), torch.ones(3, 4)
     for arguments, message in (
-        ((v, v), "k has shape"), ((k, v.t()), r"v has shape \(4, 3\); expected \(3, m\)"), ((k, v.half()), "v has dtype"),
+        ((v, v), "k has shape"), ((k, v.t()), r"v has shape \(4, 3\); expected \(3, m\)"),
+        ((k, v.half()), "v has dtype"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=message):
             rtkernels.nonzero_mv(*arguments)
