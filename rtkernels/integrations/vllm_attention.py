@@ -73,7 +73,7 @@ class RtkernelsImpl(AttentionImpl[RtkernelsMetadata]):
         self.window = None if sliding_window is None else (sliding_window - 1, 0)
         self.softcap = logits_soft_cap or 0.0
         self.sinks, self.attn_type = sinks, attn_type
-        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as [pages, page size, heads, width], views of [pages, heads, page size, 2 width]."""

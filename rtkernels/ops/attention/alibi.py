@@ -82,7 +82,7 @@ def packed_bias(
 
 def packed_offset(slopes: Tensor, q: Tensor, cu_q: Tensor, cu_k: Tensor, seqused_k: Tensor | None) -> Tensor:
     """Return ``-slope * position of the query``, which the bias lacks: [heads, tokens]."""
-    token = torch.arange(q.shape[0], device=q.device)
+    token = torch.arange(q.shape[0], dtype=torch.int64, device=q.device)
     sequence = (torch.searchsorted(cu_q, token, right=True) - 1).clamp(0, max(cu_q.shape[0] - 2, 0))
     keys = cu_k.diff() if seqused_k is None else torch.minimum(cu_k.diff(), seqused_k)
     position = token - cu_q[1:][sequence] + keys[sequence]

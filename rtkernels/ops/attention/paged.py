@@ -153,8 +153,8 @@ def _alibi(slopes: Tensor | None, sequence: int, queries: int, keys: int) -> Ten
     """Return what ALiBi adds to the scores of one sequence, [1, heads, queries, keys]."""
     if slopes is None:
         return None
-    position = torch.arange(keys - queries, keys, device=slopes.device).view(-1, 1)
-    distance = (position - torch.arange(keys, device=slopes.device)).abs().float()
+    position = torch.arange(keys - queries, keys, dtype=torch.int64, device=slopes.device).view(-1, 1)
+    distance = (position - torch.arange(keys, dtype=torch.int64, device=slopes.device)).abs().float()
     return -(slopes if slopes.dim() == 1 else slopes[sequence]).view(1, -1, 1, 1) * distance
 
 

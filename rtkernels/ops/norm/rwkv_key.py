@@ -53,8 +53,8 @@ def _plan(k: Meta, kk: Meta, a: Meta, ka: Meta, heads: int, device: int) -> Step
 
 
 def _reference(k: Tensor, kk: Tensor, a: Tensor, ka: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-    key, factor, rate, mix = (t.to(wide) for t in (k, kk, a, ka))
+    sums = torch.float64 if k.dtype == torch.float64 else torch.float32
+    key, factor, rate, mix = (t.to(sums) for t in (k, kk, a, ka))
     t = (key * factor).unflatten(-1, (heads, -1))
     unit = (t / (t.square().sum(-1, keepdim=True) + 1e-12).sqrt()).flatten(-2)
     results = key * (1 + (rate - 1) * mix), unit, unit * rate

@@ -49,8 +49,8 @@ def _plan(k: Meta, v: Meta, device: int) -> Steps:
 
 def _reference(k: Tensor, v: Tensor) -> Tensor:
     rows = k != 0
-    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-    return (k[rows].to(wide) @ v[rows].to(wide)).to(k.dtype)
+    sums = torch.float64 if k.dtype == torch.float64 else torch.float32
+    return (k[rows].to(sums) @ v[rows].to(sums)).to(k.dtype)
 
 
 FORWARD = Operator(

@@ -7,7 +7,7 @@ import torch
 import rtkernels
 from rtkernels.ops.reduce.nonzero_mv import FORWARD
 
-CALLS = {"nonzero_mv": lambda x, ids: rtkernels.nonzero_mv(x.detach()[:, 0].relu(), x.detach())}
+CALLS = {"nonzero_mv": lambda x, ids: rtkernels.nonzero_mv(x.detach()[:, 0].contiguous().relu(), x.detach())}
 
 
 def samples(device: str):
