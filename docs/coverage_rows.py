@@ -49,10 +49,6 @@ GAPS = [
       for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
     *(("FlagGems", entry, None, "convolutions are cuDNN's")
       for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
-    ("FlagGems", "apply_gems_patches_to_vllm", None,
-     "the plugin has attention, norms, activations and rope; MLA, experts and fp8 layers stay vLLM's"),
-    ("FlagGems", "flash_attn_varlen_func",
-     "rtk.attention_varlen(pq, pk, pk, ends, ends, 9, 9, causal=True, alibi_slopes=torch.ones(4))", "ALiBi"),
     ("FlagGems", "concat_and_cache_mla",
      "rtk.append_kv_cache(torch.zeros(1, 9, 1, 512).half(), torch.zeros(1, 9, 1, 64).half(), "
      "*torch.zeros(2, 16, 1, 576).half().split((512, 64), -1), slots=torch.arange(9, dtype=torch.int32)[None])",
@@ -60,6 +56,4 @@ GAPS = [
     ("FlagGems", "reshape_and_cache_flash",
      "rtk.append_kv_cache(k.float(), v.float(), k_cache.float(), k_cache.float(), lengths, page_table=table)",
      "float32"),
-    ("FlagGems", "rwkv_ka_fusion", None, "three launches instead of one"),
-    ("FlagGems", "rwkv_mm_sparsity", None, "dense: rows of zeros are multiplied, too"),
 ]  # fmt: skip

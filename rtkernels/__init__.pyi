@@ -70,6 +70,7 @@ from rtkernels.ops.multi.multi_tensor import multi_scale_ as multi_scale_
 from rtkernels.ops.multi.multi_tensor import tensor_list as tensor_list
 from rtkernels.ops.norm.norm_fp8 import NormFp8
 from rtkernels.ops.norm.norm_modulated import NormOut as NormOut
+from rtkernels.ops.norm.rwkv_key import rwkv_key as rwkv_key
 from rtkernels.ops.pointwise.add_residual import add_bias as add_bias
 from rtkernels.ops.pointwise.add_residual import add_residual as add_residual
 from rtkernels.ops.pointwise.add_residual import channel_mul as channel_mul
@@ -91,6 +92,7 @@ from rtkernels.ops.quant.quantize_fp8_experts import QuantizedExperts
 from rtkernels.ops.quant.smooth_quant import SmoothQuantized
 from rtkernels.ops.quant.smooth_quant import smooth_factors as smooth_factors
 from rtkernels.ops.quant.smooth_shard import quantize_fp8_shard_ as quantize_fp8_shard_
+from rtkernels.ops.reduce.nonzero_mv import nonzero_mv as nonzero_mv
 from rtkernels.ops.reduce.row_dot import row_dot as row_dot
 from rtkernels.ops.reduce.softmax import log_softmax as log_softmax
 from rtkernels.ops.reduce.softmax import softmax as softmax
@@ -1078,26 +1080,29 @@ def attention_quantized(
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int |
-    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse:
-    Literal[False] = False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor
+    | None = None, return_lse: Literal[False] = False, out: Tensor | None = None, backend: Literal['auto', 'sm90',
+    'mma'] = 'auto'
 ) -> Tensor:
     """Return the attention of packed sequences; each sequence attends only to itself."""
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int |
-    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse:
-    Literal[True], out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor
+    | None = None, return_lse: Literal[True], out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] =
+    'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False, window: int | tuple[int | None, int |
-    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse: bool =
-    False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor
+    | None = None, return_lse: bool = False, out: Tensor | None = None, backend: Literal['auto', 'sm90', 'mma'] =
+    'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

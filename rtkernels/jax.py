@@ -18,6 +18,7 @@ import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -353,39 +354,44 @@ def quantize_fp8_static(x: Any, scale: Any) -> Any:
     return _quantize_static(x, scale)
 
 
-def _product(q: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> Tensor:
-    return rtkernels.scaled_mm(q, w, scale_x.reshape(()), scale_w.reshape(()), out_dtype=torch.bfloat16)
+def _product(q: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, *, layout: str) -> Tensor:
+    scales = scale_x.reshape(()), scale_w.reshape(())
+    w = w.view(torch.float8_e4m3fn) if w.dtype == torch.uint8 else w
+    return rtkernels.scaled_mm(q, w, *scales, out_dtype=torch.bfloat16, b_layout=layout)
 
 
 _fp8_product = as_jax(_product, name="fp8_product")
 
 
-@jax.custom_vjp
-def fp8_gemm(x: Any, w_bf16: Any, w_fp8: Any, scale_x: Any, scale_w: Any) -> Any:
-    """Return ``x @ w.T`` from fp8 codes, with gradients of x and w_bf16 in bfloat16.
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def fp8_gemm(x: Any, w_bf16: Any, w_fp8: Any, scale_x: Any, scale_w: Any, layout: str = "nk") -> Any:
+    """Return ``x @ w.T`` from fp8 codes (``x @ w`` for layout "kn"), with gradients of x and w_bf16 in bfloat16.
 
     Args:
         x: bfloat16 ``[..., k]``; quantised with scale_x.
         w_bf16: bfloat16 ``[n, k]``; used for the gradient of x, and receives the weight gradient.
-        w_fp8: The codes of w, float8_e4m3fn ``[n, k]``.
+        w_fp8: The codes of w, float8_e4m3fn ``[n, k]``, or uint8 with the same bits.
         scale_x: One float32 element, the scale of x.
         scale_w: One float32 element, the scale of w_fp8.
+        layout: "nk", or "kn" if w_bf16 and w_fp8 are ``[k, n]``.
 
     Returns:
         bfloat16 ``[..., n]``.
     """
-    return _fp8_product(quantize_fp8_static(x, scale_x), w_fp8, scale_x, scale_w)
+    if layout not in ("nk", "kn"):
+        raise ArgumentError(f"layout is {layout!r}; expected 'nk' or 'kn'")
+    return _fp8_product(quantize_fp8_static(x, scale_x), w_fp8, scale_x, scale_w, layout=layout)
 
 
-def _fp8_gemm_forward(*arrays: Any) -> tuple[Any, tuple[Any, ...]]:
-    return fp8_gemm(*arrays), arrays
+def _fp8_gemm_forward(*given: Any) -> tuple[Any, tuple[Any, ...]]:
+    return fp8_gemm(*given), given[:5]
 
 
-def _fp8_gemm_backward(arrays: tuple[Any, ...], dy: Any) -> tuple[Any, ...]:
+def _fp8_gemm_backward(layout: str, arrays: tuple[Any, ...], dy: Any) -> tuple[Any, ...]:
     x, w, w_fp8, scale_x, scale_w = arrays
-    dx = jnp.einsum("...n,nk->...k", dy, w)
-    dw = jnp.einsum("...n,...k->nk", dy, x).astype(w.dtype)
-    return dx, dw, jnp.zeros_like(w_fp8), jnp.zeros_like(scale_x), jnp.zeros_like(scale_w)
+    dx = jnp.einsum(f"...n,{layout}->...k", dy, w)
+    dw = jnp.einsum(f"...n,...k->{layout}", dy, x).astype(w.dtype)
+    return dx, dw, _no_gradient(w_fp8), jnp.zeros_like(scale_x), jnp.zeros_like(scale_w)
 
 
 fp8_gemm.defvjp(_fp8_gemm_forward, _fp8_gemm_backward)

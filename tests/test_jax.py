@@ -94,6 +94,24 @@ def test_fp8_product() -> None:
     _same(jax.jit(rj.quantize_fp8_static)(x, scale_x), rtkernels.quantize_fp8(_torch(x), torch.tensor(4 / 448))[0])
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "uint8"])
+def test_fp8_weights_by_rows_of_k(kind: str) -> None:
+    x, w = _array(2, 3, 64, dtype="bfloat16"), _array(64, 32, dtype="bfloat16", seed=1)
+    codes, scale = rj.quantize_fp8(w)
+    codes = jax.lax.bitcast_convert_type(codes, kind) if kind == "uint8" else codes
+    scale_x = jnp.float32(4 / 448)
+    function = jax.jit(lambda *arrays: rj.fp8_gemm(*arrays, "kn"))
+    y, pull = jax.vjp(function, x, w, codes, scale_x, scale)
+    other = rj.fp8_gemm(x, w.T, rj.quantize_fp8(w.T)[0], scale_x, scale)
+    assert y.shape == (2, 3, 32) and jnp.array_equal(y, other)
+    dx, dw, *_ = pull(jnp.ones_like(y))
+    assert dx.shape == x.shape and dw.shape == w.shape
+    numpy.testing.assert_allclose(dx.astype(jnp.float32)[0, 0], w.astype(jnp.float32).sum(1), rtol=0.02, atol=0.05)
+    numpy.testing.assert_allclose(dw.astype(jnp.float32)[:, 0], x.astype(jnp.float32).sum((0, 1)), rtol=0.02, atol=0.05)
+    with pytest.raises(ArgumentError, match="layout is 'mn'"):
+        rj.fp8_gemm(x, w, codes, scale_x, scale, "mn")
+
+
 def test_own_functions_empty_arrays_and_errors() -> None:
     def shifted(a: torch.Tensor, b: torch.Tensor, by: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         return a + b + by, (a * b).t()

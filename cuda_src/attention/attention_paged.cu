@@ -62,17 +62,34 @@ RTK_DEVICE void convert_rows(u8* tile, const u8* codes) {
     }
 }
 
+// Adds -slope * |position of the query - key|: s[n][2r + c] belongs to row row + 8r of the sequence and key
+// key + 8n + c; slopes are those of the heads that share keys.
+template <int N>
+RTK_DEVICE void add_alibi(float (&s)[N][4], const float* slopes, i64 group, i64 group_divisor, int shift, int row, int key) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const PagedRow at(row + 8 * r, group, group_divisor);
+        const float slope = slopes[at.head];
+        const int distance = at.query + shift - key;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                s[n][2 * r + c] -= slope * fabsf(static_cast<float>(distance - 8 * n - c));
+    }
+}
+
 template <typename T>
 struct PagedArguments {
     const T* q;
     const u8 *k_cache, *v_cache;
     const i32 *cu_q, *lengths, *table;
-    const float *k_scale, *v_scale, *sinks;
+    const float *k_scale, *v_scale, *sinks, *slopes;
     T* out;
     float* lse;
     i64 sequences, tiles, section, heads_kv, group, group_divisor, lkv, d_qk, d_v, page_size, page_divisor, table_row,
         q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, out_row, out_head, lse_head, k_scale_head,
-        v_scale_head, left, right, scale_factor, softcap_inverse;
+        v_scale_head, slopes_batch, left, right, scale_factor, softcap_inverse;
 };
 
 template <typename T, int CODES, int D, int MT, int BN>
@@ -163,7 +180,7 @@ __global__ void __launch_bounds__(kPagedThreads, 2) attention_paged(const __grid
         fetch(begin);
     }
     const ScoreRule rule{args.scale_factor, args.softcap_inverse};
-    const bool plain = !kByte && rule.softcap() == 0.0f;  // the products are the scores
+    const bool plain = !kByte && rule.softcap() == 0.0f && args.slopes == nullptr;  // the products are the scores
 
     float sums[MT][D / 8][4];
 #pragma unroll
@@ -202,6 +219,13 @@ __global__ void __launch_bounds__(kPagedThreads, 2) attention_paged(const __grid
                         scale_rows(s[m], by);
                     }
                     cap_scores(s[m], rule);
+                    if (args.slopes != nullptr) {
+                        const PagedBlock& own = walk.block;
+                        const WarpRows mine(16 * MT);
+                        add_alibi(s[m], args.slopes + own.batch * args.slopes_batch + own.head * args.group, args.group,
+                                  args.group_divisor, own.sequence.keys - own.sequence.lq,
+                                  own.row0 + mine.row + 16 * m + mine.lane / 4, j0 + mine.lane % 4 * 2);
+                    }
                 }
                 if (!whole) {
                     const WarpRows mine(16 * MT);

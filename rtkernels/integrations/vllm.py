@@ -2,8 +2,12 @@
 
 * Norms: ``rms_norm`` and ``fused_add_rms_norm`` of the provider "rtkernels", for ``--kernel-config.ir_op_priority``.
 * Attention: ``--attention-backend RTKERNELS`` (:mod:`rtkernels.integrations.vllm_attention`).
-* ``SiluAndMul``, ``GeluAndMul`` and ``RotaryEmbedding`` replace vLLM's for all models of the process, so only if the
-  environment variable RTKERNELS_VLLM is 1.
+* Latent attention: ``--attention-backend RTKERNELS_MLA``, and ``RTKERNELS`` as ``mla_prefill_backend``
+  (:mod:`rtkernels.integrations.vllm_mla`).
+* fp8 linear layers and experts: ``--quantization rtkernels_fp8`` (:mod:`rtkernels.integrations.vllm_fp8`).
+* ``SiluAndMul``, ``GeluAndMul``, ``RotaryEmbedding`` and experts in 16 bits
+  (:mod:`rtkernels.integrations.vllm_moe`) replace vLLM's for all models of the process, so only if the environment
+  variable RTKERNELS_VLLM is 1.
 
 Nothing happens unless vLLM loads the plugin, and no kernel is compiled before its first call.
 """
@@ -82,12 +86,38 @@ def _register_layers() -> None:
     GeluAndMul.register_oot(RtkernelsGeluAndMul, name="GeluAndMul")
     RotaryEmbedding.register_oot(RtkernelsRotaryEmbedding, name="RotaryEmbedding")
 
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from rtkernels.integrations.vllm_moe import RtkernelsUnquantizedMoEMethod
+
+    UnquantizedFusedMoEMethod.register_oot(RtkernelsUnquantizedMoEMethod, name="UnquantizedFusedMoEMethod")
+
+
+def _register_attention() -> None:
+    from vllm.v1.attention.backends.mla.prefill.registry import register_mla_prefill_backend
+    from vllm.v1.attention.backends.registry import register_backend
+
+    register_backend("RTKERNELS", "rtkernels.integrations.vllm_attention.RtkernelsBackend")
+    register_backend("RTKERNELS_MLA", "rtkernels.integrations.vllm_mla.RtkernelsMLABackend")
+    register_mla_prefill_backend("RTKERNELS", "rtkernels.integrations.vllm_mla.RtkernelsMLAPrefillBackend")
+
+
+def _register_fp8() -> None:
+    from vllm.model_executor.kernels.linear import register_linear_kernel
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.platforms import PlatformEnum
+
+    from rtkernels.integrations import vllm_fp8
+
+    register_linear_kernel(vllm_fp8.RtkernelsFp8LinearKernel, PlatformEnum.CUDA, "fp8")
+    register_linear_kernel(vllm_fp8.RtkernelsFp8BlockLinearKernel, PlatformEnum.CUDA, "fp8_block")
+    register_quantization_config(vllm_fp8.NAME)(vllm_fp8.RtkernelsFp8Config)
+
 
 def register() -> None:
     """Register everything; vLLM calls it once in each of its processes."""
-    from vllm.v1.attention.backends.registry import register_backend
-
     _register_norms()
-    register_backend("RTKERNELS", "rtkernels.integrations.vllm_attention.RtkernelsBackend")
+    _register_attention()
+    _register_fp8()
     if os.environ.get("RTKERNELS_VLLM", "0") == "1":
         _register_layers()

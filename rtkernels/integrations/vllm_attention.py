@@ -65,8 +65,6 @@ class RtkernelsImpl(AttentionImpl[RtkernelsMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if alibi_slopes is not None:
-            raise NotImplementedError("RTKERNELS attention: alibi_slopes are given; expected None")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"RTKERNELS attention: attn_type is {attn_type}; expected decoder")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -75,6 +73,7 @@ class RtkernelsImpl(AttentionImpl[RtkernelsMetadata]):
         self.window = None if sliding_window is None else (sliding_window - 1, 0)
         self.softcap = logits_soft_cap or 0.0
         self.sinks, self.attn_type = sinks, attn_type
+        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as [pages, page size, heads, width], views of [pages, heads, page size, 2 width]."""
@@ -103,12 +102,14 @@ class RtkernelsImpl(AttentionImpl[RtkernelsMetadata]):
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
         m, rows = attn_metadata, attn_metadata.num_actual_tokens
+        if self.slopes is not None and self.slopes.device != query.device:
+            self.slopes = self.slopes.to(query.device)
         k, v = self._caches(kv_cache)
         scales = (layer._k_scale, layer._v_scale) if k.dtype == torch.float8_e4m3fn else (None, None)
         rtkernels.attention_varlen(
             query[:rows], k, v, m.query_start_loc, None, m.max_query_len, m.max_seq_len, scale=self.scale,
-            causal=m.causal, window=self.window, softcap=self.softcap, sinks=self.sinks, seqused_k=m.seq_lens,
-            page_table=m.block_table, k_scale=scales[0], v_scale=scales[1],
+            causal=m.causal, window=self.window, softcap=self.softcap, sinks=self.sinks, alibi_slopes=self.slopes,
+            seqused_k=m.seq_lens, page_table=m.block_table, k_scale=scales[0], v_scale=scales[1],
             out=output[:rows].view(rows, self.num_heads, self.head_size),
         )  # fmt: skip
         return output

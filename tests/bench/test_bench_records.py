@@ -87,6 +87,8 @@ WITHOUT_RECORD = {
     "mla_decode 128 x 1024 latents of 576, 128 heads, pages of 64",
     "mla_decode 128 x 8192 latents of 576, 128 heads, pages of 64",
     "mla_decode 16 x 8192 latents of 576, 16 heads, pages of 64",
+    "nonzero_mv 16384x4096",
+    "rwkv_key 4096x64x64",
     "quantize_int8_row 8192x2048",
     "quantize_int8_row 8192x4096",
     "quantize_int8_row 8192x8192",

@@ -67,7 +67,7 @@ ALLOWED = {
     "nn": {"ops", "runtime.operator", "runtime.launch"},
     "optim": {"ops", "runtime.operator", "runtime.launch"},
     "models": {"nn", "ops", "runtime.operator"},
-    "integrations": {"models"},
+    "integrations": {"models", "jax"},
 }
 EVERYTHING = {"__init__", "__main__", "cli"}
 BY_PUBLIC_NAMES = {"nn", "optim", "models", "jax", "integrations"}  # layers that call the public functions as users do

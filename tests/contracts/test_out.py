@@ -40,6 +40,7 @@ COPIED = {
     "moe_permute_smooth_t": "offsets of experts are worked out by torch",
     "multi_count_zeros": "numbers of all tensors are added up by torch",
     "multi_norm": "numbers of all tensors are added up by torch",
+    "nonzero_mv": "sums of parts of the rows are allocated for each call",
     "sage_attention": "what smoothing took from lse is added by torch",
     "smooth_factors": "it is a formula of torch on one vector",
     "ssd": "time steps and decays are computed by torch first",

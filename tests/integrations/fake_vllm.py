@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import rtkernels.integrations
+from integrations import fake_vllm_fp8, fake_vllm_mla
+
 M = TypeVar("M")
 
 
@@ -71,6 +74,13 @@ class RotaryEmbedding(CustomOp):
         self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
 
 
+class UnquantizedFusedMoEMethod(CustomOp):
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self.moe, self.experts_cls = moe, None
+        self.unquantized_backend = fake_vllm_fp8.UnquantizedMoeBackend.FLASHINFER_CUTLASS
+
+
 class AttentionType(str, Enum):
     DECODER = "decoder"
     ENCODER = "encoder"
@@ -102,34 +112,84 @@ class AttentionMetadataBuilder(Generic[M]):
         )  # fmt: skip
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Put the fake modules where the plugin imports them from; return what is registered there."""
-    found: dict[str, Any] = {"backends": {}, "ops": SimpleNamespace(rms_norm=IrOp(), fused_add_rms_norm=IrOp())}
-    CustomOp.registered = found["layers"] = {}
+def _contents(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the names of each module; what is registered goes to `found`."""
+    fp8, mla, layers = vars(fake_vllm_fp8), vars(fake_vllm_mla), "vllm.model_executor.layers"
 
     def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
         found["backends"][backend] = class_path
 
-    contents = {
-        "vllm": {}, "vllm.ir": {"ops": found["ops"]}, "vllm.model_executor": {}, "vllm.model_executor.layers": {},
-        "vllm.model_executor.layers.activation": {"SiluAndMul": SiluAndMul, "GeluAndMul": GeluAndMul},
-        "vllm.model_executor.layers.rotary_embedding": {"RotaryEmbedding": RotaryEmbedding},
-        "vllm.v1": {}, "vllm.v1.attention": {}, "vllm.v1.attention.backends": {},
+    def register_mla_prefill_backend(backend: Any, class_path: str | None = None) -> None:
+        found["prefill_backends"][backend] = class_path
+
+    def register_linear_kernel(kernel_class: type, platform: Any, kernel_type: str = "mp") -> None:
+        found["linear_kernels"][kernel_type] = kernel_class, platform
+
+    def register_quantization_config(quantization: str) -> Callable[[type], type]:
+        return lambda config: found["quantization"].setdefault(quantization, config)
+
+    def of(source: dict[str, Any], *names: str) -> dict[str, Any]:
+        return {name: source[name] for name in names}
+
+    linear, moe = "vllm.model_executor.kernels.linear", f"{layers}.fused_moe"
+    return {
+        "vllm.ir": {"ops": found["ops"]},
+        f"{layers}.activation": {"SiluAndMul": SiluAndMul, "GeluAndMul": GeluAndMul},
+        f"{layers}.rotary_embedding": {"RotaryEmbedding": RotaryEmbedding},
         "vllm.v1.attention.backends.registry": {"register_backend": register_backend},
+        "vllm.v1.attention.backends.mla.prefill.registry": {
+            "register_mla_prefill_backend": register_mla_prefill_backend
+        },
+        "vllm.v1.attention.backends.mla.prefill.base": of(mla, "MLAPrefillBackend"),
         "vllm.v1.attention.backend": {
             c.__name__: c for c in (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder,
                                     AttentionType, MultipleOf)
         },
+        f"{layers}.attention.mla_attention": of(
+            mla, "MLACommonBackend", "MLACommonImpl", "MLACommonMetadata", "MLACommonMetadataBuilder", "QueryLenSupport"
+        ),
+        linear: {**of(fp8, "init_fp8_linear_kernel"), "register_linear_kernel": register_linear_kernel},
+        f"{linear}.scaled_mm.BlockScaledMMLinearKernel": of(fp8, "Fp8BlockScaledMMLinearKernel"),
+        f"{linear}.scaled_mm.ScaledMMLinearKernel": of(fp8, "FP8ScaledMMLinearKernel"),
+        f"{moe}.oracle.fp8": of(fp8, "Fp8MoeBackend"), f"{moe}.oracle.unquantized": of(fp8, "UnquantizedMoeBackend"),
+        f"{moe}.modular_kernel": of(fp8, "FusedMoEExperts", "FusedMoEExpertsModular", "FusedMoEActivationFormat"),
+        f"{moe}.activation": of(fp8, "MoEActivation"),
+        f"{moe}.topk_weight_and_reduce": of(fp8, "TopKWeightAndReduceNoOP"),
+        f"{moe}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+        f"{layers}.quantization": {"register_quantization_config": register_quantization_config},
+        f"{layers}.quantization.fp8": of(fp8, "Fp8Config", "Fp8LinearMethod", "Fp8MoEMethod"),
+        f"{layers}.quantization.utils.quant_utils": {
+            **fake_vllm_fp8.KEYS, **of(fp8, "GroupShape", "create_fp8_quant_key")
+        },
+        "vllm.model_executor.utils": of(fp8, "replace_parameter"),
+        "vllm.platforms": {
+            "PlatformEnum": Enum("PlatformEnum", "CUDA CPU"),
+            "current_platform": SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda c: True),
+        },
     }  # fmt: skip
-    for name, values in contents.items():
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Put the fake modules where the plugin imports them from; return what is registered there."""
+    found: dict[str, Any] = {"ops": SimpleNamespace(rms_norm=IrOp(), fused_add_rms_norm=IrOp())}
+    found |= {kind: {} for kind in ("backends", "prefill_backends", "linear_kernels", "quantization")}
+    CustomOp.registered = found["layers"] = {}
+    contents = _contents(found)
+    for name in list(contents):
+        while "." in name:
+            name = name.rpartition(".")[0]
+            contents.setdefault(name, {})
+    for name in sorted(contents, key=lambda n: n.count(".")):
         module = ModuleType(name)
-        module.__dict__.update(values)
+        module.__dict__.update(contents[name])
         monkeypatch.setitem(sys.modules, name, module)
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
-    for adapter in ("vllm", "vllm_attention"):
+    for adapter in ("vllm", "vllm_attention", "vllm_fp8", "vllm_moe", "vllm_mla"):
         monkeypatch.delitem(sys.modules, f"rtkernels.integrations.{adapter}", raising=False)
+        if adapter in vars(rtkernels.integrations):
+            monkeypatch.delattr(rtkernels.integrations, adapter)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integrations import fake_vllm
+from integrations import fake_vllm, fake_vllm_fp8, fake_vllm_mla
 from integrations.contract import NAMES, RECORD, of_adapter, of_installed, of_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,11 +67,13 @@ def parameters(about: str | None) -> list[str]:
     """Return the names of the parameters that a signature has."""
     function = ast.parse(f"def f{about}: pass").body[0]
     assert isinstance(function, ast.FunctionDef)
-    return [arg.arg for arg in function.args.args]
+    return [arg.arg for arg in function.args.args + function.args.kwonlyargs]
 
 
 def own(function: Any) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY,
+    )  # fmt: skip
     return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
 
 
@@ -141,6 +144,8 @@ def _compare_with_vllm(names: dict[str, str | None]) -> None:
             (fake_vllm.IrOp.register_impl, "ir/op.py:IrOp.register_impl"),
         ):  # fmt: skip
             assert own(function) == parameters(names[theirs]), theirs
+        _compare_fp8_with_vllm(names)
+        _compare_mla_with_vllm(names)
         init = parameters(names[f"{of_backend}:AttentionImpl.__init__"])
         assert own(attention.RtkernelsImpl.__init__)[: len(init)] == init
         fields = set(names[f"{of_backend}:CommonAttentionMetadata@fields"].split(", "))
@@ -148,6 +153,73 @@ def _compare_with_vllm(names: dict[str, str | None]) -> None:
             "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor",
             "slot_mapping", "causal",
         }  # fmt: skip
+
+
+def _compare_fp8_with_vllm(names: dict[str, str | None]) -> None:
+    fp8, moe = (importlib.import_module(f"rtkernels.integrations.vllm_{name}") for name in ("fp8", "moe"))
+    kernels, layers = "model_executor/kernels/linear", "model_executor/layers"
+    plain, blocks = f"{kernels}/scaled_mm/ScaledMMLinearKernel.py", f"{kernels}/scaled_mm/BlockScaledMMLinearKernel.py"
+    of_experts, of_fp8 = f"{layers}/fused_moe/modular_kernel.py", f"{layers}/quantization/fp8.py"
+    linear, by_blocks, experts = fp8.RtkernelsFp8LinearKernel, fp8.RtkernelsFp8BlockLinearKernel, moe.RtkernelsExperts
+    for function, theirs in (
+        (linear.__init__, f"{plain}:FP8ScaledMMLinearKernel.__init__"),
+        (linear.apply_weights, f"{plain}:FP8ScaledMMLinearKernel.apply_weights"),
+        (linear.apply_scaled_mm, f"{plain}:FP8ScaledMMLinearKernel.apply_scaled_mm"),
+        (linear.is_supported.__func__, f"{plain}:ScaledMMLinearKernel.is_supported"),
+        (linear.can_implement.__func__, f"{plain}:ScaledMMLinearKernel.can_implement"),
+        (by_blocks.__init__, f"{blocks}:Fp8BlockScaledMMLinearKernel.__init__"),
+        (by_blocks.apply_weights, f"{blocks}:Fp8BlockScaledMMLinearKernel.apply_weights"),
+        (by_blocks.apply_block_scaled_mm, f"{blocks}:Fp8BlockScaledMMLinearKernel.apply_block_scaled_mm"),
+        (fp8.RtkernelsFp8Config.override_quantization_method.__func__,
+         f"{layers}/quantization/base_config.py:QuantizationConfig.override_quantization_method"),
+        (fp8.RtkernelsFp8Config.get_quant_method, f"{of_fp8}:Fp8Config.get_quant_method"),
+        (fp8.RtkernelsFp8MoEMethod.__init__, f"{of_fp8}:Fp8MoEMethod.__init__"),
+        (fake_vllm_fp8.Fp8LinearMethod.create_weights, f"{of_fp8}:Fp8LinearMethod.create_weights"),
+        (fake_vllm_fp8.init_fp8_linear_kernel, f"{kernels}/__init__.py:init_fp8_linear_kernel"),
+        (experts.is_supported_config, f"{of_experts}:FusedMoEExperts.is_supported_config"),
+        (experts._supports_quant_scheme, f"{of_experts}:FusedMoEExperts._supports_quant_scheme"),
+        (experts._supports_activation, f"{of_experts}:FusedMoEExperts._supports_activation"),
+        (experts._supports_parallel_config, f"{of_experts}:FusedMoEExperts._supports_parallel_config"),
+        (experts.workspace_shapes, f"{of_experts}:FusedMoEExpertsModular.workspace_shapes"),
+        (experts.apply, f"{of_experts}:FusedMoEExpertsModular.apply"),
+        (moe.RtkernelsUnquantizedMoEMethod.__init__,
+         f"{layers}/fused_moe/unquantized_fused_moe_method.py:UnquantizedFusedMoEMethod.__init__"),
+    ):  # fmt: skip
+        assert own(function) == parameters(names[theirs]), theirs
+    config = names[f"{plain}:FP8ScaledMMLinearLayerConfig@fields"].split(", ")
+    assert [field.name for field in dataclasses.fields(fake_vllm_fp8.FP8ScaledMMLinearLayerConfig)] == config
+    read = {field.name for field in dataclasses.fields(fake_vllm_fp8.MoEConfig)} - {"is_act_and_mul"}
+    assert read <= set(names[f"{layers}/fused_moe/config.py:FusedMoEConfig@fields"].split(", "))
+
+
+def _compare_mla_with_vllm(names: dict[str, str | None]) -> None:
+    mla = importlib.import_module("rtkernels.integrations.vllm_mla")
+    layer, prefill = "model_executor/layers/attention/mla_attention.py", "v1/attention/backends/mla/prefill/base.py"
+    impl, backend = mla.RtkernelsMLAImpl, mla.RtkernelsMLAPrefillBackend
+    for function, theirs in (
+        (impl.forward_mqa, f"{layer}:MLACommonImpl.forward_mqa"),
+        (impl.do_kv_cache_update, "v1/attention/backend.py:MLAAttentionImpl.do_kv_cache_update"),
+        (fake_vllm_mla.MLACommonImpl.__init__, f"{layer}:MLACommonImpl.__init__"),
+        (fake_vllm_mla.MLACommonImpl.forward_mha, f"{layer}:MLACommonBaseImpl.forward_mha"),
+        (backend.__init__, f"{prefill}:MLAPrefillBackend.__init__"),
+        (backend.prepare_metadata, f"{prefill}:MLAPrefillBackend.prepare_metadata"),
+        (backend.supports_mla_dimensions.__func__, f"{prefill}:MLAPrefillBackend.supports_mla_dimensions"),
+        (backend.run_prefill_new_tokens, f"{prefill}:MLAPrefillBackend.run_prefill_new_tokens"),
+        (backend.run_prefill_context_chunk, f"{prefill}:MLAPrefillBackend.run_prefill_context_chunk"),
+    ):
+        assert own(function) == parameters(names[theirs]), theirs
+    common = parameters(names["v1/attention/backend.py:MLAAttentionImpl.__init__"])
+    given = [name for name in own(impl.__init__) if name != "mla_args"]
+    assert given == common[: len(given)]
+    fields = {name: set(names[f"{layer}:{name}@fields"].split(", ")) for name in (
+        "MLACommonMetadata", "MLACommonDecodeMetadata", "MLACommonPrefillMetadata",
+        "MLACommonPrefillMetadata.ContextChunk")}  # fmt: skip
+    ours = {field.name for field in dataclasses.fields(fake_vllm_mla.MLACommonMetadata)}
+    assert ours <= fields["MLACommonMetadata"]
+    assert {"block_table", "seq_lens"} <= fields["MLACommonDecodeMetadata"]
+    assert {"query_start_loc", "max_query_len", "prefill_backend"} <= fields["MLACommonPrefillMetadata"]
+    chunk = {"query_start_loc", "cu_seq_lens", "max_query_len", "max_seq_len"}
+    assert chunk <= fields["MLACommonPrefillMetadata.ContextChunk"]
 
 
 def test_nobody_imports_an_adapter() -> None:

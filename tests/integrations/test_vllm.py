@@ -33,7 +33,10 @@ def test_layers_are_replaced_on_request_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("RTKERNELS_VLLM", raising=False)
     importlib.import_module("rtkernels.integrations.vllm").register()
     assert not found["layers"]
-    assert set(found["backends"]) == {"RTKERNELS"}
+    assert set(found["backends"]) == {"RTKERNELS", "RTKERNELS_MLA"}
+    assert set(found["prefill_backends"]) == {"RTKERNELS"}
+    assert set(found["linear_kernels"]) == {"fp8", "fp8_block"}
+    assert set(found["quantization"]) == {"rtkernels_fp8"}
     assert all("rtkernels" in op.impls for op in vars(found["ops"]).values())
 
 
@@ -90,8 +93,9 @@ def _rotated(x: Tensor, positions: Tensor, table: Tensor, rotary: int, neox: boo
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float, sinks: Tensor | None,
+    slopes: list[float] | None,
+) -> Tensor:  # fmt: skip
     """One request in fp64: queries are its last ones."""
     q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
@@ -99,6 +103,8 @@ def _plain(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+    if slopes is not None:
+        scores = scores - torch.tensor(slopes).double()[:, None, None] * distance
     hidden = (distance < 0) | (distance >= window if window else distance < 0)
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
@@ -110,8 +116,13 @@ def _plain(
 @at("cpu", "sm_90", "cuda")
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 @pytest.mark.parametrize(
-    ("window", "softcap", "sinks", "head_major"),
-    [(None, 0.0, False, True), (7, 5.0, False, False), (9, 0.0, True, True)],
+    ("window", "softcap", "sinks", "head_major", "slopes"),
+    [
+        (None, 0.0, False, True, None),
+        (7, 5.0, False, False, None),
+        (9, 0.0, True, True, None),
+        (None, 0.0, False, True, [0.5, 0.25, 0.0, 1.0]),
+    ],
 )
 def test_attention_over_steps(
     registered: dict[str, Any],
@@ -119,6 +130,7 @@ def test_attention_over_steps(
     softcap: float,
     sinks: bool,
     head_major: bool,
+    slopes: list[float] | None,
     dtype: str,
     place: str,
 ) -> None:
@@ -129,7 +141,7 @@ def test_attention_over_steps(
     with running_on(place) as device:
         sink = torch.randn(heads, device=device) if sinks else None
         impl = module.RtkernelsImpl(
-            heads, width, width**-0.5, kv_heads, None, window, dtype, softcap or None, sinks=sink
+            heads, width, width**-0.5, kv_heads, slopes, window, dtype, softcap or None, sinks=sink
         )  # fmt: skip
         builder = module.RtkernelsMetadataBuilder(None, ["layer"], None, torch.device(device))
         of_cache = torch.uint8 if dtype == "fp8" else torch.bfloat16
@@ -164,7 +176,7 @@ def test_attention_over_steps(
                     mine = slice(starts[request], starts[request + 1])
                     keys, values = (torch.stack(list(t)) for t in zip(*known[request], strict=True))
                     want = _plain(q[mine].cpu(), keys.cpu(), values.cpu(), width**-0.5, window, softcap,
-                                  None if sink is None else sink.cpu())  # fmt: skip
+                                  None if sink is None else sink.cpu(), slopes)  # fmt: skip
                     error = (output[mine].cpu().double() - want).norm() / want.norm()
                     assert error < (0.06 if dtype == "fp8" else 6e-3)
         assert output[rows:].isnan().all()  # padding is left alone
@@ -178,9 +190,8 @@ def test_what_the_backend_says(registered: dict[str, Any]) -> None:
     backend = module.RtkernelsBackend
     assert backend.get_name() == "RTKERNELS" and backend.get_impl_cls() is module.RtkernelsImpl
     assert backend.supports_head_size(128) and not backend.supports_head_size(260)
-    for options in ({"alibi_slopes": [1.0]}, {"attn_type": fake_vllm.AttentionType.ENCODER}):
-        with pytest.raises(NotImplementedError, match=next(iter(options))):
-            module.RtkernelsImpl(4, 32, 1.0, 2, **options)
+    with pytest.raises(NotImplementedError, match="attn_type"):
+        module.RtkernelsImpl(4, 32, 1.0, 2, attn_type=fake_vllm.AttentionType.ENCODER)
     metadata = fake_vllm.common_metadata([0, 1], [1], torch.zeros(1, 1), torch.zeros(1), torch.tensor([True]))
     with pytest.raises(NotImplementedError, match="causal is a tensor"):
         module.RtkernelsMetadataBuilder(None, [], None, torch.device("cpu")).build(0, metadata)

@@ -2,6 +2,7 @@
 
 Where no query attends to later keys, the part of the query is the same for all scores of a row, so it does not change
 the softmax: the bias is one number per head and key, and the log-sum-exp gets the part of the query afterwards.
+The kernel for paged caches adds ALiBi itself, for any mask.
 """
 
 from __future__ import annotations
@@ -10,6 +11,30 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+
+
+def check_slopes(slopes: Tensor, q: Tensor, batch: int, heads: int) -> None:
+    """Raise an ArgumentError for slopes that are not a tensor [heads] or [batch, heads] on q's device."""
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+        kind = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
+        raise ArgumentError(f"alibi_slopes is {kind}; expected a floating tensor [heads] or [batch, heads]")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        got = tuple(slopes.shape)
+        raise ArgumentError(f"alibi_slopes has shape {got}; expected {(heads,)} or {(batch, heads)}")
+    if slopes.device != q.device:
+        raise ArgumentError(f"alibi_slopes is on {slopes.device}; expected that of q, {q.device}")
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("alibi_slopes requires a gradient; expected none")
+
+
+def _check_mask(bias: Tensor | None, sinks: Tensor | None, right: int) -> None:
+    for name, given in (("bias", bias), ("sinks", sinks)):
+        if given is not None:
+            raise ArgumentError(f"alibi_slopes and {name} are both given; expected one of them")
+    if right != 0:
+        raise ArgumentError(
+            "alibi_slopes is given, and queries attend to later keys; expected causal=True, or a window that ends at 0"
+        )
 
 
 def alibi_bias(
@@ -25,24 +50,9 @@ def alibi_bias(
         sinks: Must be None: their score is not relative to the position of the query.
         right: How many keys after its own position a query attends to; -1 for all.
     """
-    for name, given in (("bias", bias), ("sinks", sinks)):
-        if given is not None:
-            raise ArgumentError(f"alibi_slopes and {name} are both given; expected one of them")
-    if right != 0:
-        raise ArgumentError(
-            "alibi_slopes is given, and queries attend to later keys; expected causal=True, or a window that ends at 0"
-        )
-    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
-        kind = slopes.dtype if isinstance(slopes, Tensor) else type(slopes).__name__
-        raise ArgumentError(f"alibi_slopes is {kind}; expected a floating tensor [heads] or [batch, heads]")
+    _check_mask(bias, sinks, right)
     batch, heads, keys = q.shape[0], q.shape[2], k.shape[1]
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        got = tuple(slopes.shape)
-        raise ArgumentError(f"alibi_slopes has shape {got}; expected {(heads,)} or {(batch, heads)}")
-    if slopes.device != q.device:
-        raise ArgumentError(f"alibi_slopes is on {slopes.device}; expected that of q, {q.device}")
-    if slopes.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError("alibi_slopes requires a gradient; expected none")
+    check_slopes(slopes, q, batch, heads)
     distance = torch.arange(1 - keys, 1, dtype=torch.float32, device=q.device)
     return slopes.detach().float().view(-1, heads, 1, 1) * distance
 
@@ -54,3 +64,27 @@ def alibi_offset(slopes: Tensor, q: Tensor, k: Tensor, seqused_k: Tensor | None)
     if seqused_k is not None:  # positions are relative to the valid keys
         behind = behind + (keys - seqused_k).view(-1, 1, 1)
     return slopes.detach().float().view(-1, heads, 1) * behind
+
+
+def packed_bias(
+    slopes: Tensor, q: Tensor, k: Tensor, sequences: int, max_q: int, sinks: Tensor | None, right: int
+) -> Tensor:
+    """Return ``slope * key`` for packed sequences, float32 [sequences or 1, heads, queries, tokens of keys].
+
+    Keys are counted from the first one of a sequence, so that numbers are no larger than its length demands.
+    """
+    _check_mask(None, sinks, right)
+    check_slopes(slopes, q, sequences, q.shape[1])
+    key = torch.arange(k.shape[0], dtype=torch.float32, device=q.device)
+    bias = slopes.detach().float().view(-1, q.shape[1], 1, 1) * key
+    return bias.expand(-1, -1, max_q, -1)
+
+
+def packed_offset(slopes: Tensor, q: Tensor, cu_q: Tensor, cu_k: Tensor, seqused_k: Tensor | None) -> Tensor:
+    """Return ``-slope * position of the query``, which the bias lacks: [heads, tokens]."""
+    token = torch.arange(q.shape[0], dtype=torch.int64, device=q.device)
+    sequence = (torch.searchsorted(cu_q, token, right=True) - 1).clamp(0, max(cu_q.shape[0] - 2, 0))
+    keys = cu_k.diff() if seqused_k is None else torch.minimum(cu_k.diff(), seqused_k)
+    position = token - cu_q[1:][sequence] + keys[sequence]
+    of_head = slopes.detach().float().view(-1, q.shape[1])
+    return -(of_head.t()[:, sequence if of_head.shape[0] > 1 else 0 * sequence]) * position

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import backends, checks, paged, reference
-from rtkernels.ops.attention.alibi import alibi_bias, alibi_offset
+from rtkernels.ops.attention.alibi import alibi_bias, alibi_offset, check_slopes, packed_bias, packed_offset
 from rtkernels.ops.attention.checks import (
     HALVES,
     LAYOUTS,
@@ -292,8 +292,9 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    seqused_k: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, return_lse: bool = False, out: Tensor | None = None, backend: str = "auto",
+    alibi_slopes: Tensor | None = None, seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse: bool = False, out: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of packed sequences; each sequence attends only to itself.
 
@@ -320,6 +321,9 @@ def attention_varlen(
         window: Number of keys to the left that a query attends to, or ``(left, right)``.
         softcap: Limit of the scores as in ``attention``; 0 for none.
         sinks: [heads of q], an extra score per head without a value.
+        alibi_slopes: [heads of q] or [sequences, heads of q], floating-point: adds ``-slope * |position of the query -
+            key|`` to scores, after softcap. With a page_table for any mask, by the "mma" backend. Without one only if
+            no query attends to later keys, and not with `sinks`; it needs memory for heads times tokens of keys.
         seqused_k: int32 [sequences]: the number of valid keys of each sequence. Needed with a page_table.
             ``RTKERNELS_DEBUG=1`` then checks it against the pages, and waits for the device.
         page_table: int32 [sequences, pages]: the pages of each sequence in k and v. Entries after the last page that
@@ -342,7 +346,11 @@ def attention_varlen(
     lengths = check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k)
     if page_table is not None:
         _check_paged(cu_seqlens_k, seqused_k)
-        cache = (q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks)
+        slopes = alibi_slopes
+        if slopes is not None:
+            check_slopes(slopes, q, page_table.shape[0], q.shape[1])
+            slopes = slopes.detach().float()
+        cache = (q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks, slopes)
         options = (default_scale(scale, q), left, right, check_softcap(softcap), *lengths, backend)
         result, lse = paged.run(cache, options, out)
         return (result, lse) if return_lse else result
@@ -351,9 +359,14 @@ def attention_varlen(
             raise ArgumentError(f"{name} is given without a page_table; expected None, or attention_quantized")
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_k, Tensor):
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
-    tensors = (q, k, v, sinks, None, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
+    bias = None
+    if alibi_slopes is not None:
+        bias = packed_bias(alibi_slopes, q, k, cu_seqlens_q.shape[0] - 1, lengths[0], sinks, right)
+    tensors = (q, k, v, sinks, bias, seqused_k, None, cu_seqlens_q, cu_seqlens_k)
     options = (default_scale(scale, q), left, right, check_softcap(softcap), *lengths, False, backend)
     result, lse = run(tensors, options, out)
+    if return_lse and alibi_slopes is not None:
+        lse = lse + packed_offset(alibi_slopes, q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     return (result, lse) if return_lse else result
 
 

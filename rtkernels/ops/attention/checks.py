@@ -187,9 +187,8 @@ def check(given: Forward) -> None:
         for name, largest in (("max_q", max_q), ("max_k", max_k)):
             if not 0 <= largest < MAX_LENGTH:
                 raise ArgumentError(f"{name} is {largest}; expected the length of the longest sequence")
-        for name, meta in (("bias", bias), ("kv_limit", kv_limit)):
-            if meta is not None:
-                raise ArgumentError(f"{name} is given for packed sequences; expected None")
+        if kv_limit is not None:
+            raise ArgumentError("kv_limit is given for packed sequences; expected None")
     else:
         batch, length = q.shape[0], q.shape[1]
         if k.shape[0] != batch:
@@ -199,7 +198,7 @@ def check(given: Forward) -> None:
     if sinks is not None:
         check_same("sinks", tuple(sinks.shape), (heads,), "shape", of="heads of q")
     if bias is not None:
-        shape = (batch, heads, length, k.shape[1])
+        shape = (batch, heads, length, k.shape[0 if varlen else 1])  # a sequence has no more keys than all together
         broadcast = tuple(n if size != 1 or n == 1 else 1 for n, size in zip(shape[:2], bias.shape[:2], strict=False))
         check_same("bias", tuple(bias.shape), (*broadcast, *shape[2:]), "shape", of="batch, heads, q and k")
     _integers("seqused_k", lengths, ((batch,),), "one for each sequence")

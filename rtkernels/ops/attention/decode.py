@@ -148,7 +148,7 @@ def _over_pages(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sink
     """Return out and lse by the kernels of ``attention_varlen``: a token has the bits that it has in a prompt."""
     batch, lq, heads, _ = q.shape
     ends = torch.arange(0, batch * lq + 1, max(lq, 1), dtype=torch.int32, device=q.device)
-    tensors = (q.flatten(0, 1), k_cache, v_cache, ends, lengths, page_table, k_scale, v_scale, sinks)
+    tensors = (q.flatten(0, 1), k_cache, v_cache, ends, lengths, page_table, k_scale, v_scale, sinks, None)
     out, lse = paged.run(tensors, (*options, lq, page_table.shape[1] * k_cache.shape[1], "auto"), None)
     return out.unflatten(0, (batch, lq)), lse.view(heads, batch, lq).transpose(0, 1).contiguous()
 

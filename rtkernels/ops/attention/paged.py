@@ -37,6 +37,7 @@ class Given(NamedTuple):
     k_scale: Any
     v_scale: Any
     sinks: Any
+    alibi_slopes: Any
     scale: float
     left: int
     right: int
@@ -96,6 +97,10 @@ def _check(given: Given) -> None:
             raise ArgumentError(f"{name} is given for a cache of q's dtype; expected None")
     if given.sinks is not None:
         check_same("sinks", tuple(given.sinks.shape), (q.shape[1],), "shape", of="heads of q")
+    slopes, heads = given.alibi_slopes, q.shape[1]
+    if slopes is not None and tuple(slopes.shape) not in ((heads,), (sequences, heads)):
+        got = tuple(slopes.shape)
+        raise ArgumentError(f"alibi_slopes has shape {got}; expected {(heads,)} or {(sequences, heads)}")
     checks.check_factor(given.scale)
     for name, side in (("left", given.left), ("right", given.right)):
         if not -1 <= side < MAX_LENGTH:
@@ -105,7 +110,8 @@ def _check(given: Given) -> None:
 def _lse(given: Given) -> Memory:
     total, heads = given.q.shape[:2]
     # The kernels of decoding write [tokens, heads].
-    order = (1, heads) if one_each(given.max_seqlen_q, total, given.backend) else None
+    alibi = given.alibi_slopes is not None
+    order = (1, heads) if one_each(given.max_seqlen_q, total, given.backend, alibi) else None
     return Memory((heads, total), _FLOAT32, order)
 
 
@@ -125,7 +131,8 @@ def _steps(given: Given, out: Sequence[int], device: int) -> Steps:
         d_v=v.shape[3], pages=k.shape[0], page_size=k.shape[1], table_row=table.shape[1], q=strides(q)[1:3],
         k=strides(k)[:3], v=strides(v)[:3], out=tuple(out), k_scale_head=_per_head(given.k_scale),
         v_scale_head=_per_head(given.v_scale), left=given.left, right=given.right,
-        scale=given.scale, softcap=given.softcap, backend=given.backend,
+        scale=given.scale, softcap=given.softcap, backend=given.backend, alibi=given.alibi_slopes is not None,
+        slopes_batch=q.shape[1] if given.alibi_slopes is not None and given.alibi_slopes.dim() == 2 else 0,
     )  # fmt: skip
     return steps(call, device)
 
@@ -142,13 +149,22 @@ def _sequence(cache: Tensor, pages: Tensor, keys: int, scale: Tensor | None) -> 
     return (rows if scale is None else rows * scale.float().reshape(-1, 1)).unsqueeze(0)
 
 
+def _alibi(slopes: Tensor | None, sequence: int, queries: int, keys: int) -> Tensor | None:
+    """Return what ALiBi adds to the scores of one sequence, [1, heads, queries, keys]."""
+    if slopes is None:
+        return None
+    position = torch.arange(keys - queries, keys, dtype=torch.int64, device=slopes.device).view(-1, 1)
+    distance = (position - torch.arange(keys, dtype=torch.int64, device=slopes.device)).abs().float()
+    return -(slopes if slopes.dim() == 1 else slopes[sequence]).view(1, -1, 1, 1) * distance
+
+
 def _reference(
-    q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks, scale, left, right, softcap,
+    q, k, v, cu_seqlens_q, seqused_k, page_table, k_scale, v_scale, sinks, alibi_slopes, scale, left, right, softcap,
     max_seqlen_q=0, max_seqlen_k=0, backend="auto",
 ):  # fmt: skip
     total, heads, _ = q.shape
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    rows_first = one_each(max_seqlen_q, total, backend)
+    rows_first = one_each(max_seqlen_q, total, backend, alibi_slopes is not None)
     shape = (total, heads) if rows_first else (heads, total)
     lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=q.device)
     lse = lse.t() if rows_first else lse
@@ -156,9 +172,9 @@ def _reference(
     for b, count in enumerate(seqused_k.tolist()):
         keys, rows = min(max(count, 0), largest), slice(ends[b], ends[b + 1])
         ks, vs = (_sequence(t, page_table[b], keys, s) for t, s in ((k, k_scale), (v, v_scale)))
-        nothing = (None,) * 5
+        bias, nothing = _alibi(alibi_slopes, b, ends[b + 1] - ends[b], keys), (None,) * 4
         part, part_lse = reference.forward(
-            q[rows].unsqueeze(0).float(), ks, vs, sinks, *nothing, scale, left, right, softcap
+            q[rows].unsqueeze(0).float(), ks, vs, sinks, bias, *nothing, scale, left, right, softcap
         )
         out[rows], lse[:, rows] = part[0].to(q.dtype), part_lse[0]
     return out, lse
@@ -168,6 +184,7 @@ _TENSORS = (
     Heads("q", HALVES), Cache("k", None), Cache("v", None), Dense("cu_seqlens_q", None), Dense("seqused_k", None),
     Dense("page_table", None), Dense("k_scale", (_FLOAT32,), optional=True),
     Dense("v_scale", (_FLOAT32,), optional=True), Dense("sinks", (_FLOAT32,), optional=True),
+    Dense("alibi_slopes", (_FLOAT32,), optional=True),
 )  # fmt: skip
 _OPTIONS = "float scale, int left, int right, float softcap, int max_seqlen_q, int max_seqlen_k, str backend"
 FORWARD = Operator(
@@ -202,7 +219,7 @@ OUT = Operator(
 
 
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return out and lse for the 9 tensors and 7 options of FORWARD."""
+    """Return out and lse for the 10 tensors and 7 options of FORWARD."""
     refuse_gradients("attention_varlen(page_table=...)", [t for t in (*tensors, out) if t is not None])
     if env.get("DEBUG"):
         k, seqused_k, table = tensors[1], tensors[4], tensors[5]

@@ -47,11 +47,11 @@ _TILES = (PagedTiles(64, 2, 64), PagedTiles(128, 2, 32), PagedTiles(256, 1, 32))
 PAGED = Kernel(
     "attention/attention_paged.cu", "attention_paged", template="T CODES D MT BN", max_registers=255, struct=True,
     tier="serve",
-    args="q:ptr k_cache:ptr v_cache:ptr cu_q:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr out:ptr "
-    "lse:ptr sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_qk:i64 d_v:i64 "
-    "page_size:i64 page_divisor:i64 table_row:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 v_page:i64 "
-    "v_row:i64 v_head:i64 out_row:i64 out_head:i64 lse_head:i64 k_scale_head:i64 v_scale_head:i64 left:i64 right:i64 "
-    "scale_factor:i64 softcap_inverse:i64",
+    args="q:ptr k_cache:ptr v_cache:ptr cu_q:ptr lengths:ptr table:ptr k_scale:ptr v_scale:ptr sinks:ptr slopes:ptr "
+    "out:ptr lse:ptr sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_qk:i64 "
+    "d_v:i64 page_size:i64 page_divisor:i64 table_row:i64 q_row:i64 q_head:i64 k_page:i64 k_row:i64 k_head:i64 "
+    "v_page:i64 v_row:i64 v_head:i64 out_row:i64 out_head:i64 lse_head:i64 k_scale_head:i64 v_scale_head:i64 "
+    "slopes_batch:i64 left:i64 right:i64 scale_factor:i64 softcap_inverse:i64",
     variants=[(t, codes, *tiles) for t in _TOKENS for codes in (0, 1, 2) for tiles in _TILES],
 )  # fmt: skip
 TOKENS = Kernel(
@@ -102,6 +102,8 @@ class Paged(NamedTuple):
     scale: float
     softcap: float
     backend: str = "auto"
+    alibi: bool = False
+    slopes_batch: int = 0
 
     @property
     def group(self) -> int:
@@ -114,9 +116,9 @@ class Paged(NamedTuple):
         return self.page_size * self.table_row
 
 
-def one_each(max_q: int, total: int, backend: str) -> bool:
+def one_each(max_q: int, total: int, backend: str, alibi: bool = False) -> bool:
     """Return whether sequences have at most one query, so that a call is decoding; it has one block row per query."""
-    return max_q == 1 and 0 < total <= 65535 and backend == "auto" and not level()
+    return not alibi and max_q == 1 and 0 < total <= 65535 and backend == "auto" and not level()
 
 
 def unsupported_sm90(call: Paged, target: Target) -> str | None:
@@ -125,6 +127,8 @@ def unsupported_sm90(call: Paged, target: Target) -> str | None:
         return f"{target} has no wgmma"
     if call.codes:
         return "the cache is 8-bit"
+    if call.alibi:
+        return "there are alibi_slopes"
     if call.group > 64 or call.group & (call.group - 1):
         return f"{call.group} heads share keys; a power of two up to 64 is expected"
     if max(call.d_qk, call.d_v) > _SM90_TILES[-1].d_v:
@@ -140,7 +144,7 @@ def steps(call: Paged, device: int) -> Steps:
     """Return the launches of a call."""
     if call.total == 0:
         return Steps()
-    if one_each(call.max_q, call.total, call.backend) and call.sequences:
+    if one_each(call.max_q, call.total, call.backend, call.alibi) and call.sequences:
         return _decoding(call, device)
     if call.total * call.heads_q + call.sequences * call.heads_kv > GRID_LIMIT:
         raise ArgumentError(f"q has {call.total} tokens of {call.heads_q} heads; expected fewer than 2^31 rows")
@@ -194,15 +198,16 @@ def _sm90(call: Paged, device: int) -> tuple[Step, dict[str, int] | None]:
 def _mma(call: Paged, device: int) -> tuple[Step, None]:
     config = next(t for t in _TILES if max(call.d_qk, call.d_v) <= t.width)
     tiles, section = _tiles(call, 64 * config.blocks)
-    plain = call.softcap == 0.0 and not call.codes
+    plain = call.softcap == 0.0 and not call.codes and not call.alibi
     numbers = (
         *(call.sequences, tiles, section, call.heads_kv, call.group, divisor(call.group), call.lkv),
         *(call.d_qk, call.d_v, call.page_size, divisor(call.page_size), call.table_row),
         *(*call.q, *call.k, *call.v, *call.out, call.total, call.k_scale_head, call.v_scale_head),
-        *(call.left, call.right, float_halves(call.scale, call.scale * _LOG2E if plain else _LOG2E)),
+        *(call.slopes_batch, call.left, call.right, float_halves(call.scale, call.scale * _LOG2E if plain else _LOG2E)),
         float_halves(call.softcap, call.scale / call.softcap if call.softcap else 0.0),
     )
-    names = ("q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "k_scale", "v_scale", "sinks", "out", "lse")
+    names = ("q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "k_scale", "v_scale", "sinks",
+             "alibi_slopes", "out", "lse")  # fmt: skip
     variant, grid = (call.token, call.codes, *config), tiles * call.heads_kv
     return Step(PAGED.bind(variant, device, grid, _THREADS, config.shared), *names, *numbers), None
 

@@ -119,6 +119,14 @@ def _sequences(cu_q: Tensor, cu_k: Tensor, lengths: Tensor | None):
         yield slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b] + keys), min(keys, max(count, 0))
 
 
+def _bias_of(bias: Tensor | None, sequence: int, mask: Tensor) -> Tensor | None:
+    """Return the bias of a packed sequence as [1, heads, queries, keys]."""
+    if bias is None:
+        return None
+    at = 0 if bias.shape[0] == 1 else sequence
+    return bias[at : at + 1, :, : mask.shape[-2], : mask.shape[-1]]
+
+
 def forward(
     q, k, v, sinks, bias, lengths, kv_limit, cu_q, cu_k, scale, left, right, softcap, max_q=0, max_k=0,
     heads_first=False, backend="auto",
@@ -131,10 +139,10 @@ def forward(
         return _laid_out(out, q.dtype, heads_first), lse.contiguous()
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=_sums(q), device=q.device)
-    for rows, columns, keys in _sequences(cu_q, cu_k, lengths):
+    for b, (rows, columns, keys) in enumerate(_sequences(cu_q, cu_k, lengths)):
         qs, ks, vs = q[rows].unsqueeze(0), k[columns].unsqueeze(0), v[columns].unsqueeze(0)
         mask = seen(qs.shape[1], ks.shape[1], keys, left, right, None, q.device)
-        part, part_lse = _forward(qs, ks, vs, sinks, None, mask, scale, softcap)
+        part, part_lse = _forward(qs, ks, vs, sinks, _bias_of(bias, b, mask), mask, scale, softcap)
         out[rows], lse[:, rows] = part[0].to(out.dtype), part_lse[0]
     return out, lse
 
@@ -157,14 +165,15 @@ def backward(
         )
         dbias = None
         dsinks = None if sinks is None else torch.zeros(q.shape[1], dtype=_sums(q), device=q.device)
-        for rows, columns, keys in _sequences(cu_q, cu_k, lengths):
+        for b, (rows, columns, keys) in enumerate(_sequences(cu_q, cu_k, lengths)):
             one = [t[rows].unsqueeze(0) for t in (dout, q, out)]
             ks, vs = k[columns].unsqueeze(0), v[columns].unsqueeze(0)
             mask = seen(one[1].shape[1], ks.shape[1], keys, left, right, None, q.device)
             dlse_part = None if dlse is None else dlse[:, rows].unsqueeze(0)
             parts = _backward(
-                one[0], dlse_part, one[1], ks, vs, one[2], lse[:, rows].unsqueeze(0), sinks, None, mask, scale, softcap
-            )
+                one[0], dlse_part, one[1], ks, vs, one[2], lse[:, rows].unsqueeze(0), sinks, _bias_of(bias, b, mask),
+                mask, scale, softcap,
+            )  # fmt: skip
             dq[rows], dk[columns], dv[columns] = parts[0][0], parts[1][0], parts[2][0]
             if dsinks is not None:
                 dsinks += parts[3]

@@ -21,9 +21,10 @@ def samples(device: str):
     scale, sinks = torch.tensor([0.5, 0.25], device=device), torch.ones(4, device=device)
     codes = (16 * k).to(torch.int8), (16 * v).to(torch.int8)
     calls = (
-        ((q, k, v, ends, used, table, None, None, None), (0.25, -1, 0, 0.0, 3, 17, "auto")),
-        ((q, *codes, ends, used, table, scale, scale, sinks), (0.25, 5, 0, 2.0, 3, 17, "auto")),
-        ((q[:3], k, v, integers(0, 1, 2), used, table, None, None, sinks), (0.25, -1, 0, 0.0, 1, 17, "auto")),
+        ((q, k, v, ends, used, table, None, None, None, None), (0.25, -1, 0, 0.0, 3, 17, "auto")),
+        ((q, *codes, ends, used, table, scale, scale, sinks, None), (0.25, 5, 0, 2.0, 3, 17, "auto")),
+        ((q[:3], k, v, integers(0, 1, 2), used, table, None, None, sinks, None), (0.25, -1, 0, 0.0, 1, 17, "auto")),
+        ((q, k, v, ends, used, table, None, None, None, sinks), (0.25, -1, 0, 0.0, 3, 17, "auto")),
     )
     for tensors, options in calls:
         yield FORWARD, (*tensors, *options)
