@@ -98,6 +98,8 @@ from rtkernels.ops.router.topk import topk as topk
 from rtkernels.ops.router.topk_router import Routing
 from rtkernels.ops.shared.explain import explain as explain
 from rtkernels.ops.shared.row_quant import Quant as Quant
+from rtkernels.ops.shared.tune import record_problems as record_problems
+from rtkernels.ops.shared.tune import tune as tune
 from rtkernels.runtime.launch.capabilities import Workspace as Workspace
 from rtkernels.runtime.launch.capabilities import capabilities as capabilities
 from rtkernels.runtime.warm import warm as warm

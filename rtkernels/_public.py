@@ -133,6 +133,8 @@ OTHERS = {
     "use": "aten",
     "pointwise": "custom.pointwise",
     "explain": "ops.shared.explain",
+    "tune": "ops.shared.tune",
+    "record_problems": "ops.shared.tune",
     "capabilities": "runtime.launch.capabilities",
     "Workspace": "runtime.launch.capabilities",
     "GluOut": "ops.act.glu_combined",

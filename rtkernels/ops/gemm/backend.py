@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rtkernels.ops.gemm import cluster_plan, mma_plan, pad_plan, skinny_plan, sm90_plan, unpack_plan
 from rtkernels.ops.gemm.product import BYTES, Product
+from rtkernels.ops.gemm.tune_tensors import tensors
 from rtkernels.ops.shared.backend import Backend, Backends
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo
@@ -62,5 +63,6 @@ PRODUCTS: Backends[Product] = Backends(
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
     order=_order, automatic=("auto", "rtkernels"), others=("torch",), not_invariant=("skinny", "cluster", "unpack"),
+    tensors=tensors, problem=Product,
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip
