@@ -1,0 +1,166 @@
+"""Convolutions in one to three dimensions: which kernel takes one, and the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.conv.depthwise import BACKWARD, FORWARD, KERNELS, Window
+from rtkernels.ops.gemm.scaled_mm import scaled_mm
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.invariance import level
+from rtkernels.runtime.layout import FLOAT_DTYPES, token
+from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
+from rtkernels.runtime.operator.registry import Op
+
+_TORCH = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+
+
+class _Depthwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, window):
+        ctx.save_for_backward(x, weight)
+        ctx.window = window
+        return FORWARD.call(x, weight, bias, *window)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        needs = tuple(ctx.needs_input_grad[:3])
+        found = BACKWARD.call(dy, x, weight, *ctx.window, *needs)
+        return *(t if need else None for t, need in zip(found, needs, strict=True)), None
+
+
+_depthwise = applied(_Depthwise)
+
+
+def _numbers(name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
+    """Return a number for each dimension."""
+    given = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
+    given = given * dims if len(given) == 1 else given
+    if len(given) != dims or any(check_integer(name, each) < minimum for each in given):
+        raise ArgumentError(f"{name} is {value!r}; expected a number from {minimum} up, or {dims} of them")
+    return given
+
+
+def _padding(padding: Any, kernel: Sequence[int], stride: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
+    dims = len(kernel)
+    if padding == "valid":
+        return (0,) * dims
+    if padding == "same":
+        total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        if set(stride) != {1} or any(each % 2 for each in total):
+            raise ArgumentError("padding is 'same'; expected stride 1 and windows with a middle, or numbers")
+        return tuple(each // 2 for each in total)
+    if isinstance(padding, str):
+        raise ArgumentError(f"padding is {padding!r}; expected 'same', 'valid' or numbers")
+    return _numbers("padding", padding, dims, 0)
+
+
+def _patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a convolution whose windows lie side by side: the product of patches, one row each, with the weight."""
+    kernel = weight.shape[2:]
+    dims = len(kernel)
+    whole = x
+    for i, k in enumerate(kernel):
+        whole = whole.narrow(2 + i, 0, x.shape[2 + i] // k * k)
+    for i in reversed(range(dims)):
+        whole = whole.unflatten(2 + i, (-1, kernel[i]))
+    places, inside = range(2, 2 + 2 * dims, 2), range(3, 3 + 2 * dims, 2)
+    rows = whole.permute(0, *places, 1, *inside).flatten(1 + dims)
+    y = scaled_mm(rows, weight.flatten(1), bias=bias)
+    return y.movedim(-1, 1)
+
+
+def _is_patches(x: Tensor, kernel: Sequence[int], stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
+    """Return True for windows that lie side by side, and rows that a product reads well; 1 x 1 must be channels last."""
+    if x.dtype == torch.float32:  # there is no product of it
+        return False
+    if tuple(kernel) != stride or any(padding) or min(n // k for n, k in zip(x.shape[2:], kernel, strict=True)) < 1:
+        return False
+    return max(kernel) > 1 or x.stride(1) == 1
+
+
+@public
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] | str = 0, dilation: int | tuple[int, ...] = 1, groups: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a convolution in one, two or three dimensions, as ``torch.nn.functional.conv1d`` to ``conv3d``.
+
+    Depthwise convolutions (`groups` is the number of channels) have kernels of their own. A convolution whose stride is
+    the size of its window, without padding (patch embeddings), is a matrix product if x has 16 bits, as is one of single
+    elements if x is channels-last; results of both are channels-last. All others are torch's. Sums are in fp32, rounded
+    once. Differentiable in x, weight and bias.
+
+    Args:
+        x: ``[n, channels, ...]`` with one to three sizes; bfloat16, float16 or float32, any strides.
+        weight: ``[out channels, channels / groups, ...]``, x's dtype.
+        bias: ``[out channels]``, x's dtype.
+        stride: Distance of windows, or one for each dimension.
+        padding: Zeros on both sides, one number or one for each dimension; "valid" for none, "same" for as many as
+            keep the sizes.
+        dilation: Distance of a window's elements.
+        groups: Channels are split into so many groups, which see only themselves.
+        out: Tensor to write the result to. Not with gradients.
+
+    Returns:
+        ``[n, out channels, ...]``.
+    """
+    check_tensor("weight", weight)
+    token("x", x.dtype, FLOAT_DTYPES)
+    dims = x.dim() - 2
+    if dims not in _TORCH or weight.dim() != x.dim():
+        raise ArgumentError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; expected [n, channels, ...] and "
+            "[out channels, channels / groups, ...] with one to three sizes"
+        )
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ArgumentError(f"weight is {weight.dtype} and x {x.dtype}; expected one dtype for x, weight and bias")
+    kernel, channels = tuple(weight.shape[2:]), x.shape[1]
+    stride, dilation = _numbers("stride", stride, dims, 1), _numbers("dilation", dilation, dims, 1)
+    pads = _padding(padding, kernel, stride, dilation)
+    if check_integer("groups", groups) < 1 or channels % groups or weight.shape[0] % groups:
+        raise ArgumentError(
+            f"groups is {groups!r}; expected a divisor of {channels} channels and of {weight.shape[0]} out channels"
+        )
+    if weight.shape[1] * groups != channels:
+        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected {channels // groups} in its second place")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
+    if groups == channels > 1 or (groups == channels == 1 and weight.shape[0] == 1):
+        return _of_depthwise(x, weight, bias, stride, pads, dilation)
+    if groups == 1 and set(dilation) == {1} and _is_patches(x, kernel, stride, pads):
+        return _patches(x, weight, bias)
+    if level():
+        raise ArgumentError("this convolution is torch's, which is not batch-invariant; expected depthwise ones or patches")
+    return _TORCH[dims](x, weight, bias, stride, pads, dilation, groups)
+
+
+def _of_depthwise(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...], pads: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> Tensor:  # fmt: skip
+    missing = 5 - x.dim()
+    for _ in range(missing):
+        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+    one, none = (1,) * missing, (0,) * missing
+    window: Window = (*one, *stride, *none, *pads, *one, *dilation)
+    if is_grad_enabled() and needs_grad(x, weight, bias):
+        y = _depthwise(x, weight, bias, window)
+    else:
+        y = FORWARD.call(x, weight, bias, *window)
+    return y.flatten(2, 2 + missing) if missing else y
+
+
+OP = Op(
+    "conv", public=("conv",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD), uses=("scaled_mm",),
+)  # fmt: skip
