@@ -115,7 +115,9 @@ def _parser() -> _Parser:
     tune.add_argument("function", nargs="?", help="scaled_mm, gated_mm or grouped_mm")
     tune.add_argument("sizes", nargs="*", metavar="MxNxK", help="rows of a, columns of the result, summed dimension")
     tune.add_argument("--dtype", default="bf16", metavar="NAME", help="of operands: bf16 (default), fp16, fp8 or int8")
-    tune.add_argument("--recipe", metavar="NAME", help="scales of fp8 and int8 operands (default: row), as scaled_mm has")
+    tune.add_argument(
+        "--recipe", metavar="NAME", help="scales of fp8 and int8 operands (default: row), as scaled_mm has"
+    )
     tune.add_argument("--groups", type=_count(1), metavar="N", help="of grouped_mm, whose rows they share")
     script = "run this program with the arguments behind it, and tune the products it computes"
     tune.add_argument("--script", nargs=argparse.REMAINDER, metavar="FILE", help=script)

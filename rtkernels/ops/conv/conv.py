@@ -50,7 +50,9 @@ def _numbers(name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
     return given
 
 
-def _padding(padding: Any, kernel: Sequence[int], stride: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
+def _padding(
+    padding: Any, kernel: Sequence[int], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[int, ...]:
     dims = len(kernel)
     if padding == "valid":
         return (0,) * dims
@@ -80,7 +82,7 @@ def _patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_patches(x: Tensor, kernel: Sequence[int], stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
-    """Return True for windows that lie side by side, and rows that a product reads well; 1 x 1 must be channels last."""
+    """Return True for windows that lie side by side in 16 bits; 1 x 1 must be channels last, for rows of a product."""
     if x.dtype == torch.float32:  # there is no product of it
         return False
     if tuple(kernel) != stride or any(padding) or min(n // k for n, k in zip(x.shape[2:], kernel, strict=True)) < 1:
@@ -96,8 +98,8 @@ def conv(
 ) -> Tensor:  # fmt: skip
     """Return a convolution in one, two or three dimensions, as ``torch.nn.functional.conv1d`` to ``conv3d``.
 
-    Depthwise convolutions (`groups` is the number of channels) have kernels of their own. A convolution whose stride is
-    the size of its window, without padding (patch embeddings), is a matrix product if x has 16 bits, as is one of single
+    Depthwise convolutions (`groups` is the number of channels) have kernels of their own. A convolution with the stride
+    of its window's size, without padding (patch embeddings), is a matrix product if x has 16 bits, as is one of single
     elements if x is channels-last; results of both are channels-last. All others are torch's. Sums are in fp32, rounded
     once. Differentiable in x, weight and bias.
 
@@ -133,7 +135,9 @@ def conv(
             f"groups is {groups!r}; expected a divisor of {channels} channels and of {weight.shape[0]} out channels"
         )
     if weight.shape[1] * groups != channels:
-        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected {channels // groups} in its second place")
+        raise ArgumentError(
+            f"weight has shape {tuple(weight.shape)}; expected {channels // groups} in its second place"
+        )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
     if groups == channels > 1 or (groups == channels == 1 and weight.shape[0] == 1):
@@ -141,7 +145,9 @@ def conv(
     if groups == 1 and set(dilation) == {1} and _is_patches(x, kernel, stride, pads):
         return _patches(x, weight, bias)
     if level():
-        raise ArgumentError("this convolution is torch's, which is not batch-invariant; expected depthwise ones or patches")
+        raise ArgumentError(
+            "this convolution is torch's, which is not batch-invariant; expected depthwise ones or patches"
+        )
     return _TORCH[dims](x, weight, bias, stride, pads, dilation, groups)
 
 

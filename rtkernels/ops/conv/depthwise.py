@@ -20,7 +20,8 @@ _STRIDES = "x_batch:i64 x_channel:i64 x_depth:i64 x_row:i64 x_column:i64"
 _WINDOW = " ".join(f"{what}_{d}:i64" for what in ("kernel", "stride", "pad", "dilation") for d in "dhw")
 FWD = Kernel(
     "conv/depthwise.cu", "depthwise_fwd", template="T K S", max_registers=128,
-    args=f"x:ptr weight:ptr bias:ptr y:ptr count:i64 channels:i64 multiple:i64 {_SIZES} {_STRIDES} {_WINDOW} flipped:i64",
+    args=f"x:ptr weight:ptr bias:ptr y:ptr count:i64 channels:i64 multiple:i64 {_SIZES} {_STRIDES} {_WINDOW} "
+    "flipped:i64",
     variants=[(t, k, s) for t in _TYPES for k, s in ((0, 0), *_UNROLLED)],
 )  # fmt: skip
 BWD_INPUT = Kernel(
@@ -50,7 +51,7 @@ def out_sizes(sizes: tuple[int, ...], kernel: tuple[int, ...], window: tuple[int
 def _check(x: Meta, weight: Meta, bias: Meta | None, sd, sh, sw, pd, ph, pw, dd, dh, dw) -> None:
     if x.dim() != 5 or weight.dim() != 5 or weight.shape[1] != 1 or weight.shape[0] % max(x.shape[1], 1):
         raise ArgumentError(
-            f"weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}; expected a multiple of x's channels and 1, "
+            f"weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}; expected a multiple of channels and 1 "
             "in five dimensions"
         )
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):

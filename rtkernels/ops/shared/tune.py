@@ -89,7 +89,7 @@ def tune(problems: Any, *, device: int | None = None, progress: Callable[[Tuned]
 
     Args:
         problems: What ``explain`` returned for a matrix product (``scaled_mm``, ``gated_mm``, ``grouped_mm``,
-            ``grouped_mm_masked``, ``grouped_wgrad``), its ``problem``, or a list of these, such as that of ``record_problems``.
+            ``grouped_mm_masked``, ``grouped_wgrad``), its ``problem``, or a list of these, as from ``record_problems``.
         device: CUDA ordinal. Default: the current device.
         progress: Called with each result.
 
