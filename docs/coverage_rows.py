@@ -37,18 +37,14 @@ NOT_APPLICABLE = {
 }
 
 GAPS = [
-    ("linghe", "triton_batch_scale", None, "a factor of 0 gives NaN where elements are not finite"),
     ("linghe", "triton_lightning_attention_forward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
     ("linghe", "triton_lightning_attention_backward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
     ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),
-    ("gn_kernels", "attn_mxfp8_qk", None, "q and k are dequantised to bfloat16 first"),
     ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),
     *(("gn_kernels", entry, None, "no tcgen05: mma.sync on sm_100a")
       for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
-    *(("FlagGems", entry, None, "convolutions are cuDNN's")
-      for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
     ("FlagGems", "apply_gems_patches_to_vllm", None,
      "the plugin has attention, norms, activations and rope; MLA, experts and fp8 layers stay vLLM's"),
     ("FlagGems", "flash_attn_varlen_func",

@@ -119,6 +119,7 @@ OPS = {
     "multi_norm": "ops.multi.multi_tensor",
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
+    "conv": "ops.conv.conv",
 }
 MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "losses", "models", "nn", "optim")
 OTHERS = {

@@ -114,11 +114,16 @@ def attn_mxfp8_qk(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Ten
 
 
 def attn(
-    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, causal: bool = False
-) -> Tensor:
-    """Attention of ``[b, l, h, d]``: 16-bit q and k, or int8 or fp8 with float32 scales ``[b, h, l]``."""
+    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, causal: bool = False,
+    qk_fp16_acc: bool = False, pv_fp16_acc: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of ``[b, l, h, d]``: 16-bit q and k, or int8 or fp8 with float32 scales ``[b, h, l]``.
+
+    Sums in fp16 are for float16 without scales, on GPUs that gain from them: ``attention(acc=)``.
+    """
+    acc = {(False, False): "fp32", (True, False): "fp16_qk", (False, True): "fp16_pv"}
     if scale_q is None or scale_k is None:
-        return attention(q, k, v, causal=causal)
+        return attention(q, k, v, causal=causal, acc=acc.get((qk_fp16_acc, pv_fp16_acc), "fp16"))
     return attention_quantized(q, k, v, scale_q, scale_k, causal=causal)
 
 

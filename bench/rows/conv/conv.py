@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rtkernels
 from bench.rows.row import Row
-from rtkernels.ops.conv.depthwise import BACKWARD
+from rtkernels.ops.conv.depthwise import FORWARD
 
 _DEPTHWISE = (
     ((32, 192, 56, 56), 7, 1), ((32, 384, 28, 28), 7, 1), ((32, 144, 56, 56), 3, 1), ((32, 144, 112, 112), 3, 2),
@@ -50,19 +50,18 @@ def _depthwise(shape: tuple[int, ...], k: int, stride: int) -> Iterator[Row]:
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return rtkernels.conv(x, weight, stride=stride, padding=k // 2, groups=c)
 
-    def backward(x: Tensor, weight: Tensor, dy: Tensor) -> Any:
-        window = (1, stride, stride, 0, k // 2, k // 2, 1, 1, 1)
-        dx, dw, _ = BACKWARD(dy.unsqueeze(2), x.unsqueeze(2), weight.unsqueeze(2), *window, True, True, False)
-        return dx.squeeze(2), dw.squeeze(2)
+    def backward(x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
+        return FORWARD(dy, weight, None, 1, k // 2, k // 2, True)
 
     yield Row(
         name="conv_depthwise_fwd", shape=title, make=lambda *a: {n: t for n, t in make(*a).items() if n != "dy"},
         ours=ours, torch=forward, bytes=2 * elements,
     )  # fmt: skip
-    yield Row(
-        name="conv_depthwise_bwd", shape=title, make=make, ours=backward, torch=forward,
-        bytes=2 * (elements + n * c * h * w),
-    )  # fmt: skip
+    if stride == 1:  # the gradient of x alone: that of the weight is torch's
+        yield Row(
+            name="conv_depthwise_dx", shape=title, make=make, ours=backward,
+            torch=lambda x, weight, dy: F.conv2d(dy, weight.flip(2, 3), padding=k // 2, groups=c), bytes=2 * elements,
+        )  # fmt: skip
 
 
 def _patches(shape: tuple[int, ...], out: int, k: int) -> Row:

@@ -152,7 +152,8 @@ def _problem(
     if mx:
         n_q, n_k = (n * (q.shape[-1] // _MX) for n in (n_q, n_k))
     return plan.Quantized(
-        token=DTYPE_TOKEN[_out_dtype(v, half)], qk=plan.MXFP8 if mx else plan.INT8 if q.dtype == torch.int8 else plan.E4M3,
+        token=DTYPE_TOKEN[_out_dtype(v, half)],
+        qk=plan.MXFP8 if mx else plan.INT8 if q.dtype == torch.int8 else plan.E4M3,
         pv=plan.VALUES_16 if not codes else plan.VALUES_INT8 if v.dtype == torch.int8 else plan.VALUES_E4M3,
         batch=batch, heads_q=heads, heads_kv=heads_kv, lq=max_q if varlen else q.shape[1],
         lkv=max_k if varlen else k.shape[1], d_qk=q.shape[-1], d_v=d_v, q=strides(q), k=strides(k), v=tuple(of_v[:3]),

@@ -1,5 +1,5 @@
 """Convolutions: ``conv``.
 
-Depthwise ones have kernels of their own. Those whose windows do not overlap (patches, and 1 x 1 of channels-last
-tensors) are matrix products. All others are torch's, because cuDNN is faster (docs/decisions/conv.md).
+Depthwise ones have a kernel of their own. Those whose windows do not overlap (patches) are matrix products. All others
+are torch's, because cuDNN is faster (docs/decisions/conv.md).
 """

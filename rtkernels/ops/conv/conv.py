@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.conv.depthwise import BACKWARD, FORWARD, KERNELS, Window
+from rtkernels.ops.conv.depthwise import DEPTHWISE, FORWARD, WINDOWS
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.invariance import level
+from rtkernels.runtime.invariance import level, refuse_weight_gradient
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
@@ -24,18 +24,26 @@ _TORCH = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 class _Depthwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, window):
+    def forward(ctx, x, weight, bias, stride, pads):
         ctx.save_for_backward(x, weight)
-        ctx.window = window
-        return FORWARD.call(x, weight, bias, *window)
+        ctx.stride, ctx.pads = stride, pads
+        return FORWARD.call(x, weight, bias, stride, *pads, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        needs = tuple(ctx.needs_input_grad[:3])
-        found = BACKWARD.call(dy, x, weight, *ctx.window, *needs)
-        return *(t if need else None for t, need in zip(found, needs, strict=True)), None
+        needs, dx = list(ctx.needs_input_grad[:3]), None
+        if needs[0] and ctx.stride == 1 and weight.shape[0] == x.shape[1]:
+            dx = FORWARD.call(dy, weight, None, 1, *(weight.shape[2] - 1 - pad for pad in ctx.pads), True)
+            needs[0] = False
+        if any(needs):
+            refuse_weight_gradient("conv")
+            steps = [ctx.stride] * 2, list(ctx.pads), [1, 1], False, [0, 0], x.shape[1], needs
+            found = torch.ops.aten.convolution_backward(dy, x, weight, [weight.shape[0]], *steps)
+            dx = found[0] if needs[0] else dx
+            return dx, *(t if need else None for t, need in zip(found[1:], needs[1:], strict=True)), None, None
+        return dx, None, None, None, None
 
 
 _depthwise = applied(_Depthwise)
@@ -82,26 +90,31 @@ def _patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_patches(x: Tensor, kernel: Sequence[int], stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
-    """Return True for windows that lie side by side in 16 bits; 1 x 1 must be channels last, for rows of a product."""
-    if x.dtype == torch.float32:  # there is no product of it
+    """Return True for windows of more than an element that lie side by side, of types that have a product."""
+    if x.dtype == torch.float32 or tuple(kernel) != stride or any(padding) or max(kernel) == 1:
         return False
-    if tuple(kernel) != stride or any(padding) or min(n // k for n, k in zip(x.shape[2:], kernel, strict=True)) < 1:
-        return False
-    return max(kernel) > 1 or x.stride(1) == 1
+    return min(n // k for n, k in zip(x.shape[2:], kernel, strict=True)) > 0
+
+
+def _has_kernel(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> bool:
+    """Return True for depthwise convolutions that are faster here: square windows, and no channels-last tensors."""
+    square = len(kernel) == 2 and len({*kernel}) == len({*stride}) == 1 and set(dilation) == {1}
+    return square and (kernel[0], stride[0]) in WINDOWS and (x.stride(1) != 1 or level() > 0)
 
 
 @public
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | tuple[int, ...] = 1,
-    padding: int | tuple[int, ...] | str = 0, dilation: int | tuple[int, ...] = 1, groups: int = 1,
+    padding: int | tuple[int, ...] | Literal["same", "valid"] = 0, dilation: int | tuple[int, ...] = 1, groups: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return a convolution in one, two or three dimensions, as ``torch.nn.functional.conv1d`` to ``conv3d``.
 
-    Depthwise convolutions (`groups` is the number of channels) have kernels of their own. A convolution with the stride
-    of its window's size, without padding (patch embeddings), is a matrix product if x has 16 bits, as is one of single
-    elements if x is channels-last; results of both are channels-last. All others are torch's. Sums are in fp32, rounded
-    once. Differentiable in x, weight and bias.
+    Depthwise convolutions (`groups` is the number of channels) with square windows of 3, 5 or 7 elements at stride 1 or
+    2 have kernels of their own, unless x is channels-last. A convolution with the stride of its window's size, without
+    padding (patch embeddings), is a matrix product if x has 16 bits; its result is channels-last. All others, and the
+    gradients of weights, are torch's, because cuDNN is faster. Sums are in fp32, rounded once. Differentiable in x,
+    weight and bias.
 
     Args:
         x: ``[n, channels, ...]`` with one to three sizes; bfloat16, float16 or float32, any strides.
@@ -140,8 +153,10 @@ def conv(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
-    if groups == channels > 1 or (groups == channels == 1 and weight.shape[0] == 1):
-        return _of_depthwise(x, weight, bias, stride, pads, dilation)
+    if groups == channels and _has_kernel(x, kernel, stride, dilation):
+        if is_grad_enabled() and needs_grad(x, weight, bias):
+            return _depthwise(x, weight, bias, stride[0], pads)
+        return FORWARD.call(x, weight, bias, stride[0], *pads, False)
     if groups == 1 and set(dilation) == {1} and _is_patches(x, kernel, stride, pads):
         return _patches(x, weight, bias)
     if level():
@@ -151,22 +166,4 @@ def conv(
     return _TORCH[dims](x, weight, bias, stride, pads, dilation, groups)
 
 
-def _of_depthwise(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...], pads: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> Tensor:  # fmt: skip
-    missing = 5 - x.dim()
-    for _ in range(missing):
-        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-    one, none = (1,) * missing, (0,) * missing
-    window: Window = (*one, *stride, *none, *pads, *one, *dilation)
-    if is_grad_enabled() and needs_grad(x, weight, bias):
-        y = _depthwise(x, weight, bias, window)
-    else:
-        y = FORWARD.call(x, weight, bias, *window)
-    return y.flatten(2, 2 + missing) if missing else y
-
-
-OP = Op(
-    "conv", public=("conv",), kernels=KERNELS, torch_ops=(FORWARD, BACKWARD), uses=("scaled_mm",),
-)  # fmt: skip
+OP = Op("conv", public=("conv",), kernels=(DEPTHWISE,), torch_ops=(FORWARD,), uses=("scaled_mm",))
