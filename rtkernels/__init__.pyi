@@ -996,7 +996,7 @@ def attention(
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
     None, return_lse: Literal[False] = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd',
-    acc: Literal['auto', 'fp32', 'fast', 'fp16', 'int32'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    acc: Literal['fp32', 'fp16_qk', 'fp16_pv', 'fp16'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor:
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores."""
 @overload
@@ -1005,7 +1005,7 @@ def attention(
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
     None, return_lse: Literal[True], out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', acc:
-    Literal['auto', 'fp32', 'fast', 'fp16', 'int32'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    Literal['fp32', 'fp16_qk', 'fp16_pv', 'fp16'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -1013,7 +1013,7 @@ def attention(
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
     None, return_lse: bool = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', acc:
-    Literal['auto', 'fp32', 'fast', 'fp16', 'int32'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    Literal['fp32', 'fp16_qk', 'fp16_pv', 'fp16'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

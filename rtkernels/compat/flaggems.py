@@ -1,8 +1,8 @@
 """Functions of FlagGems and vLLM by the same names and argument orders: experts of tokens, writing a KV cache,
 ``instance_norm``, convolutions.
 
-They launch ``topk_router``, ``moe_index``, ``append_kv_cache``, a batch norm and ``conv``, do not synchronise and can be
-captured in a CUDA graph.
+They launch ``topk_router``, ``moe_index``, ``append_kv_cache``, a batch norm and ``conv``, do not synchronise and can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
