@@ -42,7 +42,7 @@ def lightning(
     Rows of zeros before the first one fill the first chunk, and change nothing. The state before chunk n is the sum of
     what earlier chunks leave, each decayed by its distance: one product for all chunks.
     """
-    batch, length, heads, _ = q.shape
+    length = q.shape[1]
     chunk = min(_CHUNK, max(length, 1))
     missing = -length % chunk if length else chunk
     q, k, v = (torch.nn.functional.pad(t.transpose(1, 2), (0, 0, missing, 0)) for t in (q, k, v))
