@@ -153,6 +153,9 @@ def conv(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
+    for size, k, pad, d in zip(x.shape[2:], kernel, pads, dilation, strict=True):
+        if k < 1 or size + 2 * pad < d * (k - 1) + 1:
+            raise ArgumentError(f"x has sizes {tuple(x.shape[2:])}; expected at least those of the window, {kernel}")
     if groups == channels and _has_kernel(x, kernel, stride, dilation):
         if is_grad_enabled() and needs_grad(x, weight, bias):
             return _depthwise(x, weight, bias, stride[0], pads)
