@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads)
     depthwise_conv(const T* x, const T* weight, const T* bias, T* y, i64 count, i64 channels, i64 multiple, i64 height,
                    i64 width, i64 out_height, i64 out_width, i64 x_batch, i64 x_channel, i64 x_row, i64 x_column,
                    i64 pad_h, i64 pad_w, i64 flipped) {
-    constexpr int kWide = (kAcross - 1) * S + K, kHigh = (kDown - 1) * S + K;
+    constexpr int kInColumns = (kAcross - 1) * S + K, kInRows = (kDown - 1) * S + K;
     i64 at = static_cast<i64>(blockIdx.x) * kDepthwiseThreads + threadIdx.x;
     if (at >= count) return;
     const int column = static_cast<int>(split_off(at, (out_width + kAcross - 1) / kAcross)) * kAcross;
@@ -54,11 +54,11 @@ __global__ void __launch_bounds__(kDepthwiseThreads)
     const int top = row * S - static_cast<int>(pad_h), left = column * S - static_cast<int>(pad_w);
     const T* p = x + at * x_batch + channel * x_channel + top * x_row + left * x_column;
 #pragma unroll
-    for (int i = 0; i < kHigh; ++i, p += x_row) {
+    for (int i = 0; i < kInRows; ++i, p += x_row) {
         const bool inside = static_cast<u32>(top + i) < static_cast<u32>(height);
-        float in[kWide];
+        float in[kInColumns];
 #pragma unroll
-        for (int j = 0; j < kWide; ++j)
+        for (int j = 0; j < kInColumns; ++j)
             in[j] = inside && static_cast<u32>(left + j) < static_cast<u32>(width) ? element_at(p, j * x_column) : 0.0f;
 #pragma unroll
         for (int r = 0; r < kDown; ++r) {

@@ -173,16 +173,16 @@ def _run(steps: Steps, tensors: dict[str, Any], device: int) -> Callable[[], Any
     return lambda: plan.run(*addresses)
 
 
-def measure(runs: Sequence[Callable[[], Any]], device: int) -> list[float]:
+def measure(functions: Sequence[Callable[[], Any]], device: int) -> list[float]:
     """Return the median time of each function in microseconds; they take turns, so that clocks are the same for all."""
     if device < 0:
         raise RtkError("an emulated GPU has no times")
-    samples: list[list[float]] = [[] for _ in runs]
+    samples: list[list[float]] = [[] for _ in functions]
     with torch.cuda.device(device):
         flushed = torch.empty(_FLUSHED, dtype=torch.uint8, device="cuda")
         for round_ in range(_WARM_UP + _ROUNDS):
             events = []
-            for run in runs:
+            for run in functions:
                 flushed.zero_()
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
