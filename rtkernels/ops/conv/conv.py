@@ -51,9 +51,8 @@ _depthwise = applied(_Depthwise)
 
 def _numbers(name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
     """Return a number for each dimension."""
-    given = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
-    given = given * dims if len(given) == 1 else given
-    if len(given) != dims or any(check_integer(name, each) < minimum for each in given):
+    given = tuple(value) if isinstance(value, tuple | list) and len(value) == dims else (value,) * dims
+    if any(check_integer(name, each) < minimum for each in given):
         raise ArgumentError(f"{name} is {value!r}; expected a number from {minimum} up, or {dims} of them")
     return given
 
