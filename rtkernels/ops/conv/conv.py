@@ -13,7 +13,7 @@ from rtkernels.ops.conv.depthwise import DEPTHWISE, FORWARD, WINDOWS
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
-from rtkernels.runtime.invariance import level, refuse_weight_gradient
+from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
@@ -37,6 +37,8 @@ class _Depthwise(torch.autograd.Function):
         if needs[0] and ctx.stride == 1 and weight.shape[0] == x.shape[1]:
             dx = FORWARD.call(dy, weight, None, 1, *(weight.shape[2] - 1 - pad for pad in ctx.pads), True)
             needs[0] = False
+        if needs[0] and level() >= 2:
+            refuse("conv", "the gradient of its input is torch's at this stride")
         if any(needs):
             refuse_weight_gradient("conv")
             steps = [ctx.stride] * 2, list(ctx.pads), [1, 1], False, [0, 0], x.shape[1], needs

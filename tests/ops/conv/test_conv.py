@@ -119,6 +119,13 @@ def test_others_are_torchs() -> None:
         rtkernels.conv(x, weight, bias, groups=2)
 
 
+def test_gradients_with_batch_invariance() -> None:
+    x, weight, _ = tensors((1, 2, 8, 9), 2, (3, 3), 2, torch.float32, "cpu")
+    for level, stride, told in ((2, 2, "torch's at this stride"), (3, 1, "is not batch-invariant")):
+        with rtkernels.batch_invariant(level), pytest.raises(ArgumentError, match=told):
+            rtkernels.conv(x.requires_grad_(), weight.requires_grad_(), stride=stride, groups=2).sum().backward()
+
+
 def test_empty_batches_and_out() -> None:
     x, weight, bias = tensors((2, 4, 8, 9), 4, (3, 3), 4, torch.float32, "cpu")
     for target in ("sm_80", "sm_90"):
