@@ -37,18 +37,14 @@ NOT_APPLICABLE = {
 }
 
 GAPS = [
-    ("linghe", "triton_batch_scale", None, "a factor of 0 gives NaN where elements are not finite"),
     ("linghe", "triton_lightning_attention_forward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
     ("linghe", "triton_lightning_attention_backward",
      "rtk.lightning_attention(q.float(), k.float(), v.float(), decay)", "float32 operands"),
     ("FlashRT", "GemmRunner", "rtk.tune", "a tuner for the caller's shapes"),
-    ("gn_kernels", "attn_mxfp8_qk", None, "q and k are dequantised to bfloat16 first"),
     ("gn_kernels", "triton_attn", 'rtk.attention(q.half(), k.half(), v.half(), acc="fp16")', "sums in float16"),
     *(("gn_kernels", entry, None, "tcgen05 by backend=\"tcgen05\" only: it was never run on a GPU")
       for entry in ("sm100_mm_bf16", "sm100_mm_mxfp8", "sm100_mm_nvfp4")),
-    *(("FlagGems", entry, None, "convolutions are cuDNN's")
-      for entry in ("conv1d", "conv2d", "conv3d", "conv_depthwise2d")),
     ("FlagGems", "concat_and_cache_mla",
      "rtk.append_kv_cache(torch.zeros(1, 9, 1, 512).half(), torch.zeros(1, 9, 1, 64).half(), "
      "*torch.zeros(2, 16, 1, 576).half().split((512, 64), -1), slots=torch.arange(9, dtype=torch.int32)[None])",

@@ -162,6 +162,7 @@ WORDS_OF: dict[tuple[str, str], str] = {
         for name in ("attention", "merge_attention", "mla_attention", "sage_attention")
     },
     **{(name, "backend"): "auto sm90 mma" for name in ("attention", "attention_varlen", "mla_attention")},
+    ("attention", "acc"): "fp32 fp16_qk fp16_pv fp16",
     ("sage_attention", "qk"): "int8 fp8",
     ("sage_attention", "pv"): "16 int8 fp8",
     ("patchify", "img_layout"): "nhwc nchw",

@@ -103,6 +103,8 @@ from rtkernels.ops.router.topk import topk as topk
 from rtkernels.ops.router.topk_router import Routing
 from rtkernels.ops.shared.explain import explain as explain
 from rtkernels.ops.shared.row_quant import Quant as Quant
+from rtkernels.ops.shared.tune import record_problems as record_problems
+from rtkernels.ops.shared.tune import tune as tune
 from rtkernels.runtime.launch.capabilities import Workspace as Workspace
 from rtkernels.runtime.launch.capabilities import capabilities as capabilities
 from rtkernels.runtime.warm import warm as warm
@@ -1007,7 +1009,7 @@ def attention(
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
     None, return_lse: Literal[False] = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd',
-    backend: Literal['auto', 'sm90', 'mma'] = 'auto'
+    acc: Literal['fp32', 'fp16_qk', 'fp16_pv', 'fp16'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor:
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores."""
 @overload
@@ -1015,16 +1017,16 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
-    None, return_lse: Literal[True], out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend:
-    Literal['auto', 'sm90', 'mma'] = 'auto'
+    None, return_lse: Literal[True], out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', acc:
+    Literal['fp32', 'fp16_qk', 'fp16_pv', 'fp16'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, window: int | tuple[int |
     None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None, seqused_k: Tensor | None =
-    None, return_lse: bool = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', backend:
-    Literal['auto', 'sm90', 'mma'] = 'auto'
+    None, return_lse: bool = False, out: Tensor | None = None, layout: Literal['blhd', 'bhld'] = 'blhd', acc:
+    Literal['fp32', 'fp16_qk', 'fp16_pv', 'fp16'] = 'fp32', backend: Literal['auto', 'sm90', 'mma'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload
@@ -1325,3 +1327,10 @@ def multi_norm(
     tensors: Tensors, ord: float = 2.0, *, per_tensor: bool = False, group: Any = None, root: bool = True, out: Tensor
     | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+def conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | tuple[int, ...] = 1, padding: int |
+    tuple[int, ...] | Literal['same', 'valid'] = 0, dilation: int | tuple[int, ...] = 1, groups: int = 1, out: Tensor
+    | None = None
+) -> Tensor:
+    """Return a convolution in one, two or three dimensions, as ``torch.nn.functional.conv1d`` to ``conv3d``."""

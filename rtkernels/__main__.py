@@ -111,6 +111,19 @@ def _parser() -> _Parser:
     show.add_argument("--kernel", metavar="NAME", help="only this kernel")
     show.add_argument("--variant", type=_count(0), metavar="N", help="only this number in --resources")
 
+    tune = command("tune", "Measure the kernels for given matrix products on this GPU, and keep the fastest ones.")
+    tune.add_argument("function", nargs="?", help="scaled_mm, gated_mm or grouped_mm")
+    tune.add_argument("sizes", nargs="*", metavar="MxNxK", help="rows of a, columns of the result, summed dimension")
+    tune.add_argument("--dtype", default="bf16", metavar="NAME", help="of operands: bf16 (default), fp16, fp8 or int8")
+    tune.add_argument(
+        "--recipe", metavar="NAME", help="scales of fp8 and int8 operands (default: row), as scaled_mm has"
+    )
+    tune.add_argument("--groups", type=_count(1), metavar="N", help="of grouped_mm, whose rows they share")
+    script = "run this program with the arguments behind it, and tune the products it computes"
+    tune.add_argument("--script", nargs=argparse.REMAINDER, metavar="FILE", help=script)
+    tune.add_argument("--list", action="store_true", help="list the choices that are kept")
+    tune.add_argument("--clear", action="store_true", help="remove the choices that this user keeps")
+
     command("demo", "Run the fused ops, forward and backward, on this machine; takes less than a minute.")
     return parser
 
@@ -274,6 +287,12 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(arguments: argparse.Namespace) -> int:
+    from rtkernels.cli import tune
+
+    return tune.run(arguments)
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from rtkernels.cli import demo
 
@@ -286,6 +305,7 @@ _COMMANDS = {
     "warm": _warm,
     "cache": _cache,
     "show": _show,
+    "tune": _tune,
     "demo": _demo,
 }
 

@@ -126,6 +126,7 @@ OPS = {
     "multi_norm": "ops.multi.multi_tensor",
     "multi_scale_": "ops.multi.multi_tensor",
     "tensor_list": "ops.multi.multi_tensor",
+    "conv": "ops.conv.conv",
 }
 MODULES = ("aten", "cache", "calibration", "compat", "errors", "interop", "losses", "models", "nn", "optim")
 OTHERS = {
@@ -140,6 +141,8 @@ OTHERS = {
     "use": "aten",
     "pointwise": "custom.pointwise",
     "explain": "ops.shared.explain",
+    "tune": "ops.shared.tune",
+    "record_problems": "ops.shared.tune",
     "capabilities": "runtime.launch.capabilities",
     "Workspace": "runtime.launch.capabilities",
     "GluOut": "ops.act.glu_combined",

@@ -30,7 +30,9 @@ struct ForwardArguments {
         bias_row, bias_column, limit_batch, left, right, scale_factor, softcap_inverse;
 };
 
-template <typename T, int DQK, int DV, int MT, int BN>
+// SUMS: bits of the products whose sums are fp16 (T is fp16): 1 of scores, 2 of each tile's values, which are then added
+// in fp32.
+template <typename T, int DQK, int DV, int MT, int BN, int SUMS>
 __global__ void __launch_bounds__(kForwardThreads, 2)
     attention_mma_fwd(const __grid_constant__ ForwardArguments<T> args) {
     using QTile = MmaTile<DQK>;
@@ -92,9 +94,13 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
 
         float s[MT][kKeyTiles][4];
         const WarpRows qk(16 * MT);
+        if constexpr ((SUMS & 1) != 0) {
+            rows_by_rows_f16<QTile, DQK / 16>(s, q_tile, qk.row, k_tile, qk.lane);
+        } else {
 #pragma unroll
-        for (int m = 0; m < MT; ++m) clear_sums(s[m]);
-        rows_by_rows<T, QTile, DQK / 16>(s, q_tile, qk.row, k_tile, 0, qk.lane);
+            for (int m = 0; m < MT; ++m) clear_sums(s[m]);
+            rows_by_rows<T, QTile, DQK / 16>(s, q_tile, qk.row, k_tile, 0, qk.lane);
+        }
 
         const int j0 = tile * BN;
         const bool whole = walk.block.sees_whole(j0, BN);
@@ -116,16 +122,26 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
                 mask_scores(s[m], SeenKeys{Mask(walk.block.sequence, args.left, args.right), limits}, i, j0, mine.lane);
             }
             float correction[2];
-            if (softmax[m].add_lazily(s[m], rule.factor(), correction)) scale_rows(sums[m], correction);
+            if (softmax[m].template add_lazily<(SUMS & 2) == 0>(s[m], rule.factor(), correction))
+                scale_rows(sums[m], correction);
         }
 
         const WarpRows pv(16 * MT);
+        if constexpr ((SUMS & 2) != 0) {
+            u32 a[BN / 16][MT][4];
 #pragma unroll
-        for (int step = 0; step < BN / 16; ++step) {
-            u32 a[MT][4];
+            for (int step = 0; step < BN / 16; ++step)
 #pragma unroll
-            for (int m = 0; m < MT; ++m) as_left<T>(a[m], s[m][2 * step], s[m][2 * step + 1]);
-            by_columns<T, VTile>(sums, a, v_tile, 16 * step, pv.lane);
+                for (int m = 0; m < MT; ++m) as_left<T>(a[step][m], s[m][2 * step], s[m][2 * step + 1]);
+            by_columns_f16<VTile>(sums, a, v_tile, pv.lane);
+        } else {
+#pragma unroll
+            for (int step = 0; step < BN / 16; ++step) {
+                u32 a[MT][4];
+#pragma unroll
+                for (int m = 0; m < MT; ++m) as_left<T>(a[m], s[m][2 * step], s[m][2 * step + 1]);
+                by_columns<T, VTile>(sums, a, v_tile, 16 * step, pv.lane);
+            }
         }
     }
 

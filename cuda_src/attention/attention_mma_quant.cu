@@ -3,7 +3,9 @@
 // Codes are multiplied as they are; with one scale per row of q and k (or per block of rows),
 //   score[i, j] = scale * scale_q[i] * scale_k[j] * (q[i] . k[j])
 //
-// QK: int8 (exact sums) or e4m3. PV: 16-bit values [keys, d_v] as T, or transposed codes [d_v, keys] with one scale per
+// QK: int8 (exact sums) or e4m3; or e4m3 with an e8m0 scale for 32 elements of a row (MX), by which the product of these
+// 32 is multiplied before it is added, in fp32: score[i, j] = scale * sum over b of scale_q[i, b] scale_k[j, b] (q . k)_b.
+// PV: 16-bit values [keys, d_v] as T, or transposed codes [d_v, keys] with one scale per
 // column and block of 64 keys. In the second case the softmax probabilities are quantised as well: the largest one of a
 // row so far is 255 (u8) or 448 (e4m3). Each tile's product then starts from zero and is scaled and added in fp32. The
 // softmax denominator sums the rounded u8 codes.
@@ -15,6 +17,7 @@
 #include "attention/coded_softmax.cuh"
 #include "attention/mma_tile.cuh"
 #include "attention/mma_walk.cuh"
+#include "common/block_formats.cuh"
 
 namespace rtk {
 
@@ -41,6 +44,8 @@ struct ScoreProduct<kE4m3> {
     using Operand = e4m3;
     using Sum = float;
 };
+template <>
+struct ScoreProduct<kMxE4m3> : ScoreProduct<kE4m3> {};
 template <int PV>
 struct ValueProduct {
     using Operand = CodesU8S8;
@@ -64,7 +69,8 @@ struct QuantArguments {
 template <typename T, int QK, int PV, int D>
 __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16) || D > 64 ? 2 : 3)
     attention_mma_quant(const __grid_constant__ QuantArguments args) {
-    constexpr bool kCodes = PV != kValues16;
+    constexpr bool kCodes = PV != kValues16, kMx = QK == kMxE4m3;
+    constexpr int kParts = D / 32;  // scales of a row, of MX
     constexpr int MT = QK == kInt8 && !kCodes ? 2 : 1, BM = 64 * MT, BN = kQuantKeys, kKeyTiles = BN / 8, kOutTiles = D / 8;
     using QTile = MmaTile<D / 2>;                    // two codes in the place of a 16-bit element
     using VTile = MmaTile<kCodes ? BN / 2 : D>;      // codes: D rows of BN keys
@@ -81,7 +87,9 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         const float *scale_k, *scale_v;
         QueryBlock block;
     } walk;
-    __shared__ float row_factors[BM];
+    __shared__ float row_factors[kMx ? kParts : 1][BM];
+    __shared__ __align__(16) float part_scales[2][kMx ? kParts : 1][kMx ? BN : 4];
+    const int parts = kMx ? static_cast<int>(args.d_qk) / 32 : 1;
     int begin, end;  // tiles of keys
     {
         const QueryBlock own = query_block<BM, BN>(args.tiles, args.section, args.pairs, args.heads, args.lq, args.lkv,
@@ -95,7 +103,9 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             walk.k = args.k + own.first_key(args.k_batch, args.k_row, args.k_head, args.group);
             walk.v = args.v + (kCodes ? own.batch * args.v_batch + head_kv * args.v_head
                                       : 2 * own.first_key(args.v_batch, args.v_row, args.v_head, args.group));
-            walk.scale_k = args.scale_k + own.first_key(args.sk_batch, 1, args.sk_head, args.group);
+            const i64 first_scale = own.first_key(args.sk_batch, parts, args.sk_head, args.group);
+            walk.scale_k = kMx ? reinterpret_cast<const float*>(reinterpret_cast<const u8*>(args.scale_k) + first_scale)
+                               : args.scale_k + first_scale;
             walk.scale_v = args.scale_v + own.batch * args.sv_batch + head_kv * args.sv_head;
             walk.block = own;
         }
@@ -106,12 +116,21 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
                                                      own.sequence.lq - own.i0, static_cast<int>(args.d_qk) / 16);
         }
         const int i = own.i0 + static_cast<int>(threadIdx.x);
-        const float* const scale_q =
-            args.scale_q + own.batch * args.sq_batch + own.head * args.sq_head + own.sequence.q_row;
-        if (threadIdx.x < BM)  // read after the barrier of the first tile
-            row_factors[threadIdx.x] =
-                i < own.sequence.lq ? scale_q[i >> args.sq_shift] * (static_cast<float>(args.scale) * kLog2e) : 0.0f;
+        const i64 first_scale = own.batch * args.sq_batch + own.head * args.sq_head + own.sequence.q_row * parts;
+        const float factor = static_cast<float>(args.scale) * kLog2e;
+        if (threadIdx.x < BM) {  // read after the barrier of the first tile
+            if constexpr (kMx) {
+                const u8* const bytes = reinterpret_cast<const u8*>(args.scale_q) + first_scale + i64{i} * parts;
+#pragma unroll
+                for (int b = 0; b < kParts; ++b)
+                    row_factors[b][threadIdx.x] = i < own.sequence.lq && b < parts ? e8m0_value(bytes[b]) : 0.0f;
+            } else {
+                const float* const scale_q = args.scale_q + first_scale;
+                row_factors[0][threadIdx.x] = i < own.sequence.lq ? scale_q[i >> args.sq_shift] * factor : 0.0f;
+            }
+        }
     }
+    u32 coming = 0;  // of MX: the scales of this thread's key in the tile that is being loaded
     auto fetch = [&](int tile) {
         const int j0 = tile * BN, rows = walk.block.sequence.keys - j0, stage = tile & 1;
         const int thread = static_cast<int>(this_thread());
@@ -138,9 +157,18 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             VTile::template fetch<BN, kQuantThreads>(v_tile, reinterpret_cast<const u16*>(walk.v) + j0 * args.v_row,
                                                      args.v_row, rows, static_cast<int>(args.d_v) / 8);
         }
-        if (thread < BN)
+        if constexpr (kMx) {
+            coming = 0;
+            if (thread < BN && thread < rows) {
+                const u8* const bytes = reinterpret_cast<const u8*>(walk.scale_k) + i64{j0 + thread} * parts;
+#pragma unroll
+                for (int b = 0; b < kParts; ++b)
+                    if (b < parts) coming |= static_cast<u32>(bytes[b]) << (8 * b);
+            }
+        } else if (thread < BN) {
             ptx::cp_async_4_or_zero(ptx::shared_address(&key_scales[stage][thread]),
                                     walk.scale_k + ((j0 + thread) >> args.sk_shift), thread < rows);
+        }
         ptx::cp_async_commit();
     };
     if (begin < end) fetch(begin);
@@ -153,6 +181,12 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
 
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
+        if constexpr (kMx) {  // nobody reads this stage since the barrier of the tile before
+            if (threadIdx.x < BN)
+#pragma unroll
+                for (int b = 0; b < kParts; ++b)
+                    part_scales[tile & 1][b][threadIdx.x] = e8m0_value(coming >> (8 * b) & 0xffu);
+        }
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (tile + 1 < end) fetch(tile + 1);
@@ -163,7 +197,32 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
         const WarpRows qk(16 * MT);
 #pragma unroll
         for (int m = 0; m < MT; ++m) clear_sums(products[m]);
-        rows_by_rows<typename ScoreProduct<QK>::Operand, QTile, D / 32>(products, q_tile, qk.row, k_tile, 0, qk.lane);
+        if constexpr (kMx) {
+#pragma unroll
+            for (int b = 0; b < kParts; ++b) {
+                u32 left[4];
+                QTile::left(left, q_tile, qk.row, b, qk.lane);
+                const float* const factors = row_factors[b] + qk.row + qk.lane / 4;
+                const float of_row[2] = {factors[0], factors[8]};
+#pragma unroll
+                for (int n = 0; n < kKeyTiles / 2; ++n) {
+                    u32 right[4];
+                    QTile::right(right, k_tile, 16 * n, b, qk.lane);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                        mma_step<e4m3>(part, left, right[2 * h], right[2 * h + 1]);
+                        const float2 by =
+                            *reinterpret_cast<const float2*>(&part_scales[tile & 1][b][16 * n + 8 * h + qk.lane % 4 * 2]);
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            products[0][2 * n + h][e] += part[e] * of_row[e / 2] * (e % 2 == 0 ? by.x : by.y);
+                    }
+                }
+            }
+        } else {
+            rows_by_rows<typename ScoreProduct<QK>::Operand, QTile, D / 32>(products, q_tile, qk.row, k_tile, 0, qk.lane);
+        }
 
         const int j0 = tile * BN;
         const bool whole = walk.block.sees_whole(j0, BN);
@@ -173,11 +232,12 @@ __global__ void __launch_bounds__(kQuantThreads, (QK == kInt8 && PV == kValues16
             const WarpRows mine(16 * MT);
             const int t = mine.lane % 4;
             float s[kKeyTiles][4];
-            const float* const factors = row_factors + mine.row + 16 * m + mine.lane / 4;
-            const float row_factor[2] = {factors[0], factors[8]};
+            const float* const factors = row_factors[0] + mine.row + 16 * m + mine.lane / 4;
+            const float whole_factor = static_cast<float>(args.scale) * kLog2e;
+            const float row_factor[2] = {kMx ? whole_factor : factors[0], kMx ? whole_factor : factors[8]};
 #pragma unroll
             for (int n = 0; n < kKeyTiles; ++n) {
-                const float2 by = *reinterpret_cast<const float2*>(&key_scales[tile & 1][Order::of_score(n, t, 0)]);
+                const float2 by = kMx ? float2{1.0f, 1.0f} : *reinterpret_cast<const float2*>(&key_scales[tile & 1][Order::of_score(n, t, 0)]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     s[n][e] = static_cast<float>(products[m][n][e]) * row_factor[e / 2] * (e % 2 == 0 ? by.x : by.y);

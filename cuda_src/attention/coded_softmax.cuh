@@ -5,7 +5,7 @@
 
 namespace rtk {
 
-inline constexpr int kInt8 = 0, kE4m3 = 1;                             // of q and k
+inline constexpr int kInt8 = 0, kE4m3 = 1, kMxE4m3 = 2;                // of q and k
 inline constexpr int kValues16 = 0, kValuesE4m3 = 1, kValuesInt8 = 2;  // of v, and of probabilities (u8 for int8)
 inline constexpr int kValuesWhole = 3;  // e4m3 with a scale per column, not per 64 keys
 

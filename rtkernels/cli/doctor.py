@@ -247,11 +247,24 @@ def _devices() -> list[dict[str, Any]]:
 
 def _cache() -> dict[str, Any]:
     from rtkernels import cache
+    from rtkernels.runtime.build import tuned
 
     found = dict(cache.info())
+    found["measured choices"] = {gpu: _choices(tuned.load(gpu)) for gpu in tuned.gpus()}
     found["writable"] = found["mode"] == "rw" and found["problem"] is None and _writable(found["path"])
     found["extra"] = [str(path) for path in found["extra"]]
     return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+
+def _choices(table: dict[str, Any]) -> str:
+    """Return how many choices of ``rtkernels tune`` there are, and how many of them are for these kernels."""
+    from rtkernels.ops.gemm.backend import PRODUCTS
+    from rtkernels.runtime.launch import tuned
+
+    counts = {source: sum(map(len, families.values())) for source, families in table.items()}
+    used = counts.get(tuned.source(PRODUCTS.what, PRODUCTS.units), 0)
+    others = sum(counts.values()) - used
+    return f"{used}" + (f", and {others} for other versions of the kernels" if others else "")
 
 
 def _writable(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """Functions of FlagGems and vLLM by the same names and argument orders: experts of tokens, writing a KV cache,
-``instance_norm``.
+``instance_norm``, convolutions.
 
-They launch ``topk_router``, ``moe_index``, ``append_kv_cache`` and a batch norm, do not synchronise and can be captured
-in a CUDA graph.
+They launch ``topk_router``, ``moe_index``, ``append_kv_cache``, a batch norm and ``conv``, do not synchronise and can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.append_kv_cache import append_kv_cache
+from rtkernels.ops.conv.conv import conv
 from rtkernels.ops.moe.moe_index import moe_index, moe_rows
 from rtkernels.ops.reduce.instance_norm import instance_norm as instance_norm
 from rtkernels.ops.router.topk_router import topk_router
@@ -311,3 +312,34 @@ def concat_and_cache_mla(
     parts = cache.unsqueeze(2).split((latent, rotated), -1)
     new = (t[:rows].unsqueeze(0).unsqueeze(2) for t in (kv_c, k_pe))
     append_kv_cache(*new, *parts, slots=slots, k_scale=factor, v_scale=factor)
+
+
+def conv1d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride=1, padding=0, dilation=1, groups=1
+) -> Tensor:
+    """Convolution of ``[n, channels, length]``; arguments of ``torch.nn.functional.conv1d``, see ``conv``."""
+    return conv(input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
+def conv2d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride=1, padding=0, dilation=1, groups=1
+) -> Tensor:
+    """Convolution of ``[n, channels, height, width]``; arguments of ``torch.nn.functional.conv2d``, see ``conv``."""
+    return conv(input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
+def conv3d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride=1, padding=0, dilation=1, groups=1
+) -> Tensor:
+    """Convolution in three dimensions; arguments of ``torch.nn.functional.conv3d``, see ``conv``."""
+    return conv(input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
+def conv_depthwise2d(
+    input: Tensor, weight: Tensor, kernel_size, bias: Tensor | None, stride, padding, dilation
+) -> Tensor:  # fmt: skip
+    """Depthwise convolution of ``[n, channels, height, width]``; arguments of ``aten::_conv_depthwise2d``."""
+    sizes = (kernel_size,) * 2 if isinstance(kernel_size, int) else tuple(kernel_size)
+    if sizes != tuple(weight.shape[2:]):
+        raise ArgumentError(f"kernel_size is {kernel_size}; expected {tuple(weight.shape[2:])}, the windows of weight")
+    return conv(input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=input.shape[1])

@@ -15,7 +15,6 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import attention, attention_varlen
 from rtkernels.ops.attention.quantized import attention_quantized
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
-from rtkernels.ops.quant.pack import e8m0_values
 
 _ACCUMULATORS = {None: "auto", torch.float32: "fp32", torch.float16: "fp16", torch.int32: "int32"}
 
@@ -109,24 +108,22 @@ def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor,
 
 
 def attn_mxfp8_qk(q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor) -> Tensor:
-    """Attention of MXFP8 q and k ``[b, h, l, d]`` with a power-of-two scale (e8m0, by rows) per 32 columns.
-
-    A code times its scale is exact in bfloat16, so this runs as bfloat16 attention, on every GPU.
-    """
-    q, k = (_mx_to_bf16(x, scale) for x, scale in ((q, scale_q), (k, scale_k)))
-    return attention(q, k, v, layout="bhld")
-
-
-def _mx_to_bf16(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() * e8m0_values(scale).repeat_interleave(32, -1)).bfloat16()
+    """Attention of MXFP8 q and k ``[b, h, l, d]`` with a power-of-two scale (e8m0, by rows) per 32 columns."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return attention_quantized(q, k, v, scale_q, scale_k).transpose(1, 2)
 
 
 def attn(
-    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, causal: bool = False
-) -> Tensor:
-    """Attention of ``[b, l, h, d]``: 16-bit q and k, or int8 or fp8 with float32 scales ``[b, h, l]``."""
+    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None, causal: bool = False,
+    qk_fp16_acc: bool = False, pv_fp16_acc: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of ``[b, l, h, d]``: 16-bit q and k, or int8 or fp8 with float32 scales ``[b, h, l]``.
+
+    Sums in fp16 are for float16 without scales, on GPUs that gain from them: ``attention(acc=)``.
+    """
+    acc = {(False, False): "fp32", (True, False): "fp16_qk", (False, True): "fp16_pv"}
     if scale_q is None or scale_k is None:
-        return attention(q, k, v, causal=causal)
+        return attention(q, k, v, causal=causal, acc=acc.get((qk_fp16_acc, pv_fp16_acc), "fp16"))
     return attention_quantized(q, k, v, scale_q, scale_k, causal=causal)
 
 

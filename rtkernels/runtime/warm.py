@@ -18,7 +18,7 @@ from rtkernels.errors import ArgumentError, NotWarmError, RtkError
 from rtkernels.runtime import cpus, env
 from rtkernels.runtime import targets as targets_module
 from rtkernels.runtime.build import cache as build_cache
-from rtkernels.runtime.build import nvrtc, places
+from rtkernels.runtime.build import nvrtc, places, tuned
 from rtkernels.runtime.build import store as store_module
 from rtkernels.runtime.progress import Bar
 from rtkernels.runtime.suggest import did_you_mean
@@ -84,6 +84,7 @@ class WarmReport:
         present: Number of entries that existed already.
         failures: Jobs that failed.
         seconds: Wall time.
+        choices: Number of measured choices (``rtkernels tune``) that a directory named by the caller received.
     """
 
     targets: tuple[str, ...]
@@ -92,6 +93,7 @@ class WarmReport:
     present: int = 0
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
+    choices: int = 0
 
     @property
     def total(self) -> int:
@@ -102,6 +104,7 @@ class WarmReport:
         return (
             f"{self.total} kernels for {', '.join(self.targets)}: {self.compiled} compiled, "
             f"{self.present} already there, {len(self.failures)} failed, {self.seconds:.1f} s, in {self.path}"
+            + (f"; {self.choices} choices of rtkernels tune" if self.choices else "")
         )
 
 
@@ -128,8 +131,8 @@ def warm(
     Args:
         archs: Targets such as ``("sm_80", "sm_90a")``. Default: ``RTKERNELS_ARCH``, or this machine's GPUs.
         ops: Names of ops. Default: all.
-        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``. If it is created, other users may read it. Default:
-            the user's cache.
+        out: Cache directory to fill, for ``RTKERNELS_CACHE_EXTRA``. If it is created, other users may read it. It also
+            receives the choices that ``tune`` measured. Default: the user's cache.
         jobs: Number of threads. Default: one per CPU that this process may use.
         tiers: Compile only kernels of these tiers, some of ``"core"``, ``"serve"`` and ``"aten"``. Default: all.
         every_variant: Compile these pointwise kernels for every dtype and layout, too: 1,500 more for each target.
@@ -184,6 +187,8 @@ def build(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if out is not None and not report.failures:
+        report.choices = tuned.ship(places.named_store(directory))
     report.seconds = time.perf_counter() - started
     return report
 

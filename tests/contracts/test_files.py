@@ -32,7 +32,7 @@ MODULES = {"os", "io", "shutil", "subprocess", "tempfile", "torch", "np", "numpy
 REPLACING = ("os.replace", "os.link", "shutil.move", "shutil.copy", "torch.load", "np.load")
 IMPORTS = {"tempfile", "shelve", "sqlite3", "dbm", "mmap", "zipfile", "tarfile", "fileinput"}
 
-DECIDE = {f"runtime/build/{name}.py" for name in ("places", "store", "locks")}
+DECIDE = {f"runtime/build/{name}.py" for name in ("places", "store", "locks", "tuned")}
 ALLOWED = {
     "runtime/build/trust.py": {"_is_unmapped": "/proc"},
     "runtime/build/sources.py": {"_load": "reads the package's sources, and those whose path a Kernel gives"},

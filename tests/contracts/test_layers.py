@@ -36,6 +36,7 @@ FAMILIES = {
     "router": {"norm", "quant", "gemm"},
     "gemm": {"quant", "layout", "act"},
     "attention": {"gemm", "norm", "reduce", "rope"},
+    "conv": {"gemm"},
 }
 # Families without public functions: behind torch's operators, tested in tests/aten, timed by ``python -m bench aten``.
 ATEN_ONLY = {"scan", "sort", "random", "window"}

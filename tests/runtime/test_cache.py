@@ -293,7 +293,7 @@ def test_cache_unreadable_entry_is_a_miss_not_damage(compiler, caplog, monkeypat
     def refuse(path, owners):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(store, "_read_file", refuse)
+    monkeypatch.setattr(store, "read_file", refuse)
     assert load_anew().image == first.image
     assert build_cache.stats.quarantined == 0
     assert "cannot read the kernel cache" in caplog.text

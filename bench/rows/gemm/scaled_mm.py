@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.rows.row import Row
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant import pack
+from rtkernels.ops.quant.nvfp4 import quantize_mxfp4, quantize_mxfp8
 
 F8 = torch.float8_e4m3fn
 SQUARES = ((1024,) * 3, (2048,) * 3, (4096,) * 3, (8192,) * 3)
@@ -21,6 +22,7 @@ LAYERS = tuple(
     (4096, n, k)
     for n, k in ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 )
+SPEED_OF_LIGHT = ((12288,) * 3, (16384,) * 3)  # with the larger squares: the sweep of gn_kernels, best of all sizes
 DECODING = ((1, 4096, 4096), (16, 4096, 14336), (64, 28672, 4096), (128, 7168, 2048))
 
 
@@ -73,6 +75,20 @@ def _weights(device: str, generator: torch.Generator, sizes: tuple[int, int, int
 def _nvfp4(device: str, generator: torch.Generator, sizes: tuple[int, int, int]) -> dict[str, Any]:
     m, n, k = sizes
     (a, sa, _), (b, sb, _) = (pack.quantize_nvfp4(_random(device, generator, rows, k)) for rows in (m, n))
+    return {"a": a, "b": b, "scale_a": sa, "scale_b": sb}
+
+
+def _tiles(device: str, generator: torch.Generator, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """fp8 with a scale for 128 x 128 elements of either operand."""
+    m, n, k = sizes
+    given = _floats(device, generator, sizes, F8)
+    scales = (torch.rand(rows // 128, k // 128, device=device, generator=generator) for rows in (m, n))
+    return {**given, **dict(zip(("scale_a", "scale_b"), scales, strict=True))}
+
+
+def _mx(device: str, generator: torch.Generator, sizes: tuple[int, int, int], quantize: Any) -> dict[str, Any]:
+    m, n, k = sizes
+    (a, sa), (b, sb) = (quantize(_random(device, generator, rows, k).bfloat16()) for rows in (m, n))
     return {"a": a, "b": b, "scale_a": sa, "scale_b": sb}
 
 
@@ -231,8 +247,26 @@ def rows() -> Iterator[Row]:
         yield _row("int4_row", sizes, partial(_int4, sizes=sizes), None, 0.5, recipe="row", packed=("int4", "int4"))
         make = partial(_nvfp4, sizes=sizes)
         yield _row("nvfp4", sizes, make, None, 0.5625, recipe="nvfp4", packed=("e2m1", "e2m1"))
+    yield from _of_gn_kernels()
     for sizes in (*DECODING, SQUARES[2]):
         for kind, packed in (("int4", "int4"), ("nvfp4", "e2m1")):
             m, n, k = sizes
             row = _row(f"bf16_{kind}", sizes, partial(_weights, sizes=sizes, kind=kind), None, 0, packed=(None, packed))
             yield Row(**{**row.__dict__, "bytes": 2 * m * k + int(n * k * 0.5625) + 2 * m * n})
+
+
+def _of_gn_kernels() -> Iterator[Row]:
+    """What the benchmark of gn_kernels has besides: fp16 sums, scales of tiles, MX formats, and the largest squares."""
+    for sizes in SQUARES[2:]:
+        make = partial(_floats, sizes=sizes, dtype=torch.float16)
+        yield _row("fp16_sums", sizes, make, _mm, 2, acc="fp16")
+        yield _row("fp8_tile", sizes, partial(_tiles, sizes=sizes), None, 1, recipe="tile")
+        make = partial(_mx, sizes=sizes, quantize=quantize_mxfp8)
+        yield _row("mxfp8", sizes, make, None, 1.03125, recipe="mx32")
+        make = partial(_mx, sizes=sizes, quantize=quantize_mxfp4)
+        yield _row("mxfp4", sizes, make, None, 0.53125, recipe="mx32", packed=("e2m1", "e2m1"))
+    for sizes in SPEED_OF_LIGHT:
+        yield _row("bf16", sizes, partial(_floats, sizes=sizes, dtype=torch.bfloat16), _mm, 2)
+        make = partial(_fp8, sizes=sizes, recipe="row")
+        yield _row("fp8_row", sizes, make, _scaled, 1, recipe="row", acc="fast")
+        yield _row("int8_row", sizes, partial(_int8, sizes=sizes), _int, 1, recipe="row")

@@ -22,7 +22,7 @@ from rtkernels.ops.attention.checks import (
     result_strides,
     strides,
 )
-from rtkernels.ops.attention.options import check_softcap, default_scale, window_sides
+from rtkernels.ops.attention.options import check_softcap, default_scale, fp16_sums, window_sides
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.ops.attention.spread_heads import backward_of_copies, copies_of_heads
 from rtkernels.runtime.call.public import public
@@ -203,7 +203,7 @@ def attention(
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
     bias: Tensor | None = None, alibi_slopes: Tensor | None = None, kv_limit: Tensor | Sequence[int] | None = None,
     seqused_k: Tensor | None = None, return_lse: bool = False, out: Tensor | None = None, layout: str = "blhd",
-    backend: str = "auto",
+    acc: str = "fp32", backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``softmax(scale * q @ k^T) @ v`` for every head, without storing the matrix of scores.
 
@@ -239,6 +239,9 @@ def attention(
         return_lse: Also return the log-sum-exp (lse) of the scores.
         out: Tensor to write the result to, of its shape and dtype; may be q. Not with gradients.
         layout: "blhd" as above, or "bhld" [batch, heads, length, width] for q, k, v and out.
+        acc: Accumulation of float16 products: "fp32", "fp16_qk" (scores), "fp16_pv" (values of a tile of keys, added in
+            fp32) or "fp16" (both). fp16 is twice as fast on consumer GPUs (sm_86, sm_89, sm_120) and refused on
+            others, which gain nothing. Scores above 65504 overflow. Not differentiable.
         backend: "auto"; "sm90" or "mma" for one of these. ``rtkernels.explain`` tells what "auto" takes.
 
     Returns:
@@ -257,6 +260,8 @@ def attention(
         out = None if out is None else out.transpose(1, 2)
     if kv_limit is not None and not isinstance(kv_limit, Tensor):
         kv_limit = torch.tensor(list(kv_limit), dtype=torch.int32, device=q.device)
+    if acc != "fp32":
+        backend = fp16_sums(acc, backend, q, [q, k, v, sinks, bias])
     left, right = window_sides(window, causal)
     for name, t in (("sinks", sinks), ("bias", bias)):
         if t is not None:

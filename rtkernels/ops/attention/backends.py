@@ -16,12 +16,15 @@ from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
+# Values of `acc`, which are backends by name: bits of the products whose sums are fp16.
+FP16_SUMS = {"fp16_qk": 1, "fp16_pv": 2, "fp16": 3}
 ATTENTION: Backends[Attention] = Backends(
     "attention",
     (
         Backend("decode", decode_plan.unsupported, decode_plan.steps_short, by_name=False),
         Backend.of("sm90", sm90_plan),
         Backend.of("mma", mma_plan),
+        *(Backend(name, mma_plan.fp16_unsupported, mma_plan.steps_fp16(sums)) for name, sums in FP16_SUMS.items()),
     ),
     order=lambda problem, info: ("sm90", "mma") if level() else ("decode", "sm90", "mma"),
     functions=("attention", "attention_varlen", "mla_attention", "sdpa"),

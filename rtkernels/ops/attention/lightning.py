@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import lightning_fp32
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides, strides
@@ -239,7 +240,9 @@ def lightning_attention(
 
     Args:
         q: bfloat16 or float16 [batch, length, heads, width], or [tokens, heads, width] of packed sequences. Width: a
-            multiple of 8 up to 128. Any strides with unit stride within a head, as for ``attention``.
+            multiple of 8 up to 128. Any strides with unit stride within a head, as for ``attention``. Or float32
+            [batch, length, heads, width], any width and strides: products are torch's then, in fp32 unless
+            ``torch.backends.cuda.matmul`` allows TF32.
         k: Like q.
         v: Like q; its width may differ.
         decay: [heads], not negative, any floating-point dtype: the weight of a key falls by ``exp(-decay)`` per
@@ -273,6 +276,12 @@ def lightning_attention(
     if zigzag:
         raise ArgumentError("zigzag is True and group is None; expected the group that has the other parts")
     state = None if initial_state is None else initial_state.float()
+    if isinstance(q, Tensor) and q.dtype == _FLOAT32:
+        lightning_fp32.check(q, k, v, decay, state, cu_seqlens)
+        scale = default_scale(scale, q)
+        check_factor(scale)
+        result = lightning_fp32.lightning(q, k, v, decay.float(), state, scale)
+        return result if return_state else result[0]
     values = (q, k, v, decay.float(), state, cu_seqlens, default_scale(scale, q), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*values[:3], state))
     out, final = _lightning(*values) if differentiated else FORWARD.call(*values)

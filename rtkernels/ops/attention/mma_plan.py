@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Strides, key_gradients
 from rtkernels.runtime.invariance import level
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, float_halves
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -63,11 +63,20 @@ def _forward_tiles(target: Target) -> list[Tiles]:
     return [t for t in _FORWARD_TILES if target.capability < (10, 0) or t != (128, 128, 2, 64)]
 
 
+def gains_from_fp16(target: Target) -> bool:
+    """Return True if products with sums in fp16 are faster: on consumer GPUs and their kin, twice as fast."""
+    return target.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+_FP16_TILES = (Tiles(64, 64, 2, 64), Tiles(128, 128, 1, 64))  # of kernels whose sums may be in fp16
+
+
 _FWD = Kernel(
-    "attention/attention_mma_fwd.cu", "attention_mma_fwd", template="T DQK DV MT BN", max_registers=255, struct=True,
-    args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
+    "attention/attention_mma_fwd.cu", "attention_mma_fwd", template="T DQK DV MT BN SUMS", max_registers=255,
+    struct=True, args="q:ptr k:ptr v:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr cu_k:ptr out:ptr lse:ptr "
     f"{WALK_ARGUMENTS} {stride_arguments('q k v out')} lse_batch:i64 lse_head:i64 {_SCORE_ARGUMENTS}",
-    variants=lambda target: [(t, *tiles) for t in _TOKENS for tiles in _forward_tiles(target)],
+    variants=lambda target: [(t, *tiles, 0) for t in _TOKENS for tiles in _forward_tiles(target)]
+    + [("fp16", *tiles, sums) for tiles in _FP16_TILES for sums in (1, 2, 3) if gains_from_fp16(target)],
 )  # fmt: skip
 
 
@@ -175,6 +184,11 @@ def _three(strides: Strides) -> tuple[int, int, int]:
     return strides.batch, strides.row, strides.head
 
 
+def steps_fp16(sums: int) -> Callable[[Attention, int], Steps]:
+    """Return ``steps`` for sums in fp16."""
+    return lambda problem, device: _steps_forward(problem, device, sums)
+
+
 def steps(problem: Attention, device: int) -> Steps:
     """Return the launches of a problem that is not ``unsupported``."""
     return _steps_backward(problem, device) if problem.backward else _steps_forward(problem, device)
@@ -194,9 +208,20 @@ def _forward_tile(problem: Attention, target: Target) -> Tiles:
     return chosen([t for t in tiles if problem.bias is None or _takes_bias(t)], problem)
 
 
-def _steps_forward(problem: Attention, device: int) -> Steps:
-    """Return the launches of a forward pass."""
-    config = _forward_tile(problem, device_info(device).target)
+def fp16_unsupported(problem: Attention, info: DeviceInfo) -> str | None:
+    """Return why the forward pass of a problem cannot have sums in fp16, None if it can."""
+    if problem.token != "fp16":
+        return f"operands are {problem.token}; expected float16 for sums in fp16"
+    if not gains_from_fp16(info.target):
+        return f"products of {info.target} take as long with sums in fp32 as in fp16; expected acc='fp32'"
+    if problem.backward or max(problem.d_qk, problem.d_v) > 128:
+        return "heads are wider than 128, or gradients are wanted"
+    return unsupported(problem, info.target)
+
+
+def _steps_forward(problem: Attention, device: int, sums: int = 0) -> Steps:
+    """Return the launches of a forward pass; `sums`: bits of the products whose sums are fp16."""
+    config = chosen(_FP16_TILES, problem) if sums else _forward_tile(problem, device_info(device).target)
     rows = 64 * config.blocks
     shared = rows * tile_pitch(config.d_qk) + 2 * config.keys * (tile_pitch(config.d_qk) + tile_pitch(config.d_v))
     tiles, pairs = -(-problem.lq // rows), problem.batch * problem.heads_q
@@ -206,7 +231,7 @@ def _steps_forward(problem: Attention, device: int) -> Steps:
     section = _section(problem, pairs, problem.group)
     return Steps(
         Step(
-            _FWD.bind((problem.token, *config), device, tiles * pairs, _THREADS, shared),
+            _FWD.bind((problem.token, *config, sums), device, tiles * pairs, _THREADS, shared),
             *("q", "k", "v", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k", "out", "lse"),
             *(pairs, problem.heads_q, problem.group, tiles, section, problem.lq, problem.lkv),
             *(problem.d_qk, problem.d_v, *_three(problem.q), *_three(problem.k), *_three(problem.v)),

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention.backends import FP16_SUMS
+from rtkernels.ops.attention.mma_plan import gains_from_fp16
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.autograd import refuse_gradients
 
 
 def window_sides(window: int | Sequence[int | None] | None, causal: bool) -> tuple[int, int]:
@@ -40,3 +45,17 @@ def check_softcap(softcap: float) -> float:
     if not 0.0 <= check_number("softcap", softcap) < math.inf:
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
     return float(softcap)
+
+
+def fp16_sums(acc: str, backend: str, q: Tensor, tensors: Sequence[Tensor | None]) -> str:
+    """Return the backend of attention with sums in fp16, or raise an ArgumentError."""
+    if acc not in FP16_SUMS:
+        raise ArgumentError(f"acc is {acc!r}; expected 'fp32', {', '.join(map(repr, FP16_SUMS))}")
+    if backend not in ("auto", "mma"):
+        raise ArgumentError(f"backend is {backend!r} and acc is {acc!r}; expected 'auto' or 'mma'")
+    if q.dtype != torch.float16:
+        raise ArgumentError(f"q has dtype {str(q.dtype).removeprefix('torch.')} and acc is {acc!r}; expected float16")
+    refuse_gradients(f"attention(acc={acc!r})", [t for t in tensors if t is not None])
+    if q.is_cuda and not gains_from_fp16(target := device_info(q.get_device()).target):
+        raise ArgumentError(f"acc is {acc!r}; expected 'fp32' on {target}, whose products take as long with either")
+    return acc

@@ -24,7 +24,7 @@ _TOKENS = ("bf16", "fp16")
 _WIDTHS = (64, 128)
 MAX_WIDTH = _WIDTHS[-1]
 WIDEST_QK = 192  # of q and k, by wgmma alone
-INT8, E4M3 = 0, 1  # q and k, attention_mma_quant.cu
+INT8, E4M3, MXFP8 = 0, 1, 2  # q and k, attention_mma_quant.cu
 VALUES_16, VALUES_E4M3, VALUES_INT8 = 0, 1, 2
 _VALUES_WHOLE = 3  # e4m3 with a scale per column (attention_sm90_quant.cu)
 _KINDS = ((INT8, VALUES_16), (INT8, VALUES_E4M3), (INT8, VALUES_INT8), (E4M3, VALUES_16), (E4M3, VALUES_E4M3))
@@ -34,8 +34,16 @@ _THREADS = 128
 
 
 def _variants(target: Target) -> list[tuple[Any, ...]]:
-    kinds = [k for k in _KINDS if "fp8_cvt" in target.features or not (k[0] == E4M3 or k[1] == VALUES_E4M3)]
-    return [(t, *kind, d) for kind in kinds for t in _TOKENS if t == kernel_token(t, kind[1]) for d in _WIDTHS]
+    kinds = _KINDS
+    if "fp8_cvt" not in target.features:
+        kinds = [k for k in kinds if k[0] == INT8 and k[1] != VALUES_E4M3]
+    found = [(t, *kind, d) for kind in kinds for t in _TOKENS if t == kernel_token(t, kind[1]) for d in _WIDTHS]
+    return found + [("bf16", MXFP8, VALUES_16, d) for d in _WIDTHS if multiplies_mx(target)]
+
+
+def multiplies_mx(target: Target) -> bool:
+    """Return True if products of MXFP8 codes are taken: not with wgmma, with which bfloat16 is faster (H200)."""
+    return "fp8_cvt" in target.features and "wgmma" not in target.features
 
 
 def kernel_token(token: str, values: int) -> str:
@@ -124,7 +132,7 @@ class Quantized(NamedTuple):
     def title(self) -> str:
         """Sizes and types, for messages."""
         values = {VALUES_16: self.token, VALUES_E4M3: "e4m3", VALUES_INT8: "int8"}[self.pv]
-        types = f"{'int8' if self.qk == INT8 else 'e4m3'} queries and keys, {values} values"
+        types = f"{('int8', 'e4m3', 'mxfp8')[self.qk]} queries and keys, {values} values"
         return f"{self.rows_q} queries x {self.rows_k} keys, {self.heads_q} heads over {self.heads_kv}, {types}"
 
     @property
@@ -152,6 +160,8 @@ def _unsupported_sm90(call: Quantized, info: DeviceInfo) -> str | None:
         return f"{info.target} has no wgmma"
     if 0 in (c.batch, c.heads_q, c.lq, c.lkv):
         return "there are no queries or no keys"
+    if c.qk == MXFP8:
+        return "wgmma adds up all of a head, whose parts have scales of their own"
     if c.pv != VALUES_16 and c.lkv % 4:
         return f"{c.lkv} keys; expected a multiple of 4 for values with codes"
     if c.variant_sm90 not in _variants_sm90(info.target):

@@ -10,6 +10,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import quant_plan as plan
 from rtkernels.ops.attention import quantized_reference as reference
+from rtkernels.ops.attention.attention import FORWARD as WHOLE_FORWARD
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import (
     HALVES,
@@ -27,6 +28,7 @@ from rtkernels.ops.attention.quantize_heads import (
     dtype_name,
 )
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
@@ -34,7 +36,15 @@ from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_FLOAT32 = torch.float32
+_FLOAT32, _E8M0 = torch.float32, torch.float8_e8m0fnu
+
+
+_MX = 32  # elements of a row that share an e8m0 scale
+
+
+def _is_mx(scale: Meta) -> bool:
+    """Return True for e8m0 scales, which operators get as bytes."""
+    return scale.dtype == torch.uint8
 
 
 def _scale_count(rows: int, block: int) -> int:
@@ -58,9 +68,19 @@ def _check(
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1 or block & (block - 1) or (varlen and block != 1):
             raise ArgumentError(f"{name} is {block}; expected a power of two (1 for packed sequences)")
+    mx = _is_mx(scale_q)
+    of_codes = q.dtype == torch.float8_e4m3fn and v.dtype == torch.bfloat16 and q.shape[-1] <= plan.MAX_WIDTH
+    if mx and not (of_codes and q.shape[-1] % _MX == 0 and max(block_q, block_k) == 1):
+        raise ArgumentError(
+            "scale_q has one byte per scale; expected float8_e4m3fn q and k with a multiple of 32 columns up to "
+            f"{plan.MAX_WIDTH}, block_q and block_k 1, and bfloat16 v"
+        )
     for name, meta, of, block in (("scale_q", scale_q, q, block_q), ("scale_k", scale_k, k, block_k)):
+        if meta.dtype not in (_FLOAT32, torch.uint8) or _is_mx(meta) != mx:
+            raise ArgumentError(f"{name} has dtype {dtype_name(meta.dtype)}; expected float32, or e8m0 for both scales")
         rows, count = of.shape[-3], of.shape[-2]
         shape = (count, rows) if varlen else (batch, count, _scale_count(rows, block))
+        shape = (*shape, q.shape[-1] // _MX) if mx else shape
         check_same(name, tuple(meta.shape), shape, "shape", of=f"{name[-1]}, with blocks of {block}")
     _check_values(q, k, v, scale_v, varlen)
     if lengths is not None and (lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,)):
@@ -116,7 +136,9 @@ def _outputs(q: Meta, v: Meta, half: bool) -> tuple[Memory, ...]:
     return Memory((*q.shape[:-1], _value_width(v)), _out_dtype(v, half)), Memory(lse, _FLOAT32)
 
 
-def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half) -> plan.Quantized:
+def _problem(
+    q, k, v, scale_q, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half
+) -> plan.Quantized:
     varlen, heads, heads_kv, d_v = cu_q is not None, q.shape[-2], k.shape[-2], _value_width(v)
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     codes = v.dtype in CODES
@@ -126,8 +148,12 @@ def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q
         blocks = -(-k.shape[1] // plan.BLOCK) if scale_v.dim() == 4 else 1
         sv = (heads_kv * blocks * d_v, blocks * d_v, d_v if scale_v.dim() == 4 else 0)
     n_q, n_k = _scale_count(q.shape[-3], block_q), _scale_count(k.shape[-3], block_k)
+    mx = _is_mx(scale_q)
+    if mx:
+        n_q, n_k = (n * (q.shape[-1] // _MX) for n in (n_q, n_k))
     return plan.Quantized(
-        token=DTYPE_TOKEN[_out_dtype(v, half)], qk=plan.INT8 if q.dtype == torch.int8 else plan.E4M3,
+        token=DTYPE_TOKEN[_out_dtype(v, half)],
+        qk=plan.MXFP8 if mx else plan.INT8 if q.dtype == torch.int8 else plan.E4M3,
         pv=plan.VALUES_16 if not codes else plan.VALUES_INT8 if v.dtype == torch.int8 else plan.VALUES_E4M3,
         batch=batch, heads_q=heads, heads_kv=heads_kv, lq=max_q if varlen else q.shape[1],
         lkv=max_k if varlen else k.shape[1], d_qk=q.shape[-1], d_v=d_v, q=strides(q), k=strides(k), v=tuple(of_v[:3]),
@@ -140,8 +166,23 @@ def _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q
     )  # fmt: skip
 
 
-def _plan(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half, device) -> Steps:
-    call = _problem(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half)
+def _mx_as_bf16(
+    q, k, v, scale_q, scale_k, scale_v, lengths, cu_q, cu_k, scale, left, right, block_q, block_k, max_q, max_k, half
+):  # fmt: skip
+    """Return the attention of what MXFP8 codes stand for, which is exact in bfloat16."""
+    axes = (0, 1) if q.dim() == 3 else (1, 2)
+    q, k = (
+        (codes.float().unflatten(-1, (-1, _MX)) * reference.decode_e8m0(s).transpose(*axes).unsqueeze(-1)).flatten(-2)
+        for codes, s in ((q, scale_q), (k, scale_k))
+    )
+    tensors = (q.bfloat16(), k.bfloat16(), v, None, None, lengths, None, cu_q, cu_k)
+    return WHOLE_FORWARD.call(*tensors, scale, left, right, 0.0, max_q, max_k, False, "auto")
+
+
+def _plan(q, k, v, scale_q, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half, device) -> Steps:
+    call = _problem(q, k, v, scale_q, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, max_k, half)
+    if call.qk == plan.MXFP8 and not plan.multiplies_mx(device_info(device).target):
+        return Steps(instead=_mx_as_bf16)
     steps = plan.QUANTIZED.steps(call, device)
     if not call.varlen:
         return steps
@@ -153,8 +194,8 @@ def _plan(q, k, v, scale_v, cu_q, scale, left, right, block_q, block_k, max_q, m
 FORWARD = Operator(
     "attention_quantized_fwd",
     (
-        Heads("q", None), Heads("k", None), Heads("v", None), Dense("scale_q", (_FLOAT32,)),
-        Dense("scale_k", (_FLOAT32,)), Dense("scale_v", (_FLOAT32,), optional=True),
+        Heads("q", None), Heads("k", None), Heads("v", None), Dense("scale_q", None), Dense("scale_k", None),
+        Dense("scale_v", (_FLOAT32,), optional=True),
         Dense("lengths", None, optional=True), Dense("cu_q", None, optional=True), Dense("cu_k", None, optional=True),
     ),
     options="float scale, int left, int right, int block_q, int block_k, int max_q, int max_k, bool half",
@@ -180,7 +221,8 @@ def attention_quantized(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention of 8-bit queries and keys, with 16-bit or 8-bit values.
 
-    Scores are ``scale * scale_q * scale_k * (q . k)``; the products are computed from the codes. The softmax
+    Scores are ``scale * scale_q * scale_k * (q . k)``; the products are computed from the codes (of MXFP8 on sm_89 and
+    sm_120; elsewhere attention of bfloat16, which holds these numbers exactly, is faster or all there is). The softmax
     probabilities are rounded to the 16-bit dtype of v or, if v is given as codes, to 8-bit codes. Masks, grouped heads
     and queries without keys are handled as in ``attention``. float8_e4m3fn needs sm_89 or later. Not differentiable:
     see ``sage_attention``.
@@ -198,7 +240,8 @@ def attention_quantized(
             float8_e4m3fn [batch, heads, width, keys or more, a multiple of 16]. Codes after the last key must be
             finite.
         scale_q: float32 [batch, heads, queries], not negative; with `block_q`, one per so many queries. [heads, tokens]
-            for packed sequences.
+            for packed sequences. MXFP8: float8_e8m0fnu (or its bytes as uint8) with one more dimension, [batch, heads,
+            queries, width / 32]; q and k are float8_e4m3fn and v bfloat16 then.
         scale_k: The same for k.
         scale_v: If v is codes: float32 [batch, heads, keys / 64 (rounded up), width], or [batch, heads, width], which
             is faster on sm_90 with float8_e4m3fn.
@@ -225,6 +268,7 @@ def attention_quantized(
         raise ArgumentError(f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float16")
     refuse_gradients("attention_quantized", [t for t in (q, k, v, scale_q, scale_k, scale_v) if t is not None])
     left, right = window_sides(window, causal)
+    scale_q, scale_k = (s.view(torch.uint8) if s.dtype == _E8M0 else s for s in (scale_q, scale_k))
     if cu_seqlens_k is cu_seqlens_q and cu_seqlens_k is not None:
         cu_seqlens_k = cu_seqlens_k.view(-1)  # Dynamo takes no tensor twice
     out, lse = FORWARD.call(

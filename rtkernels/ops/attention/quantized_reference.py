@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.attention import reference
-from rtkernels.ops.shared.block_formats import divided
+from rtkernels.ops.shared.block_formats import decode_e8m0, divided
 
 _BLOCK = 64
 
@@ -69,6 +69,10 @@ def forward(
     by_row = (1, 0) if cu_q is not None else (0, 2, 1)
     given = []
     for codes, scales, block in ((q, scale_q, block_q), (k, scale_k, block_k)):
+        if scales.dtype == torch.uint8:  # e8m0, for 32 columns each
+            each = decode_e8m0(scales).repeat_interleave(32, -1)
+            given.append(codes.float() * (each.transpose(0, 1) if cu_q is not None else each.transpose(1, 2)))
+            continue
         given.append(codes.float() * _spread(scales, block, codes.shape[-3]).permute(by_row).unsqueeze(-1))
     dtype = v.dtype
     if v.dtype in (torch.int8, torch.float8_e4m3fn):

@@ -13,6 +13,7 @@ from rtkernels.ops.gemm import (
     unpack_plan,
 )
 from rtkernels.ops.gemm.product import BYTES, Product
+from rtkernels.ops.gemm.tune_tensors import tensors
 from rtkernels.ops.shared.backend import Backend, Backends
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo
@@ -88,5 +89,6 @@ PRODUCTS: Backends[Product] = Backends(
     ),
     order=_order, automatic=("auto", "rtkernels"), others=("torch",),
     not_invariant=("skinny", "cluster", "decode", "unpack"),
+    tensors=tensors, problem=Product,
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip

@@ -7,7 +7,7 @@ results).
 from __future__ import annotations
 
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from rtkernels.ops.gemm.mma_kernels import (
 )
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, INTEGERS, Matrix, Product, Scales
 from rtkernels.runtime.invariance import starts_from_result
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.layout import GRID_LIMIT, divisor
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.targets import Target
@@ -213,19 +213,19 @@ def _grid(p: Product, tile: int) -> int:
     return p.groups.count * tiles_m * tiles_n
 
 
-def _tile(p: Product, choice: _Choice, target: Target, by_element: bool, layout: int, sm_count: int) -> int:
-    """Return the tile: a large one if that leaves work for all SMs and the variant exists."""
+def _tiles(p: Product, choice: _Choice, target: Target, by_element: bool, layout: int, sm_count: int) -> list[int]:
+    """Return the tiles that exist: a large one first if that leaves work for all SMs."""
     available = {v[5] for v in MMA.variants(target) if v[:5] == (*choice[:4], layout)}
     if choice.sum_depth:
         available.discard(PLAIN)
     if choice.sum_depth % int(128 / max(BYTES[p.a.token], BYTES[p.b.token])):  # the stage of a large tile
         available.discard(PROMOTED)
     if by_element or p.m <= 64 or p.n * (2 if p.gate else 1) <= 64:
-        return SMALL
-    if p.groups is not None and p.groups.kind == "masked" and 0 < p.groups.expected <= 64:
-        return SMALL
+        return [SMALL]
     large = PLAIN if PLAIN in available else PROMOTED if PROMOTED in available else SMALL
-    return large if _grid(p, large) >= sm_count * 2 // 3 else SMALL
+    few_rows = p.groups is not None and p.groups.kind == "masked" and 0 < p.groups.expected <= 64
+    found = [large, SMALL] if _grid(p, large) >= sm_count * 2 // 3 and not few_rows else [SMALL, large]
+    return list(dict.fromkeys(found))
 
 
 def _stages(tokens: tuple[str, str], choice: _Choice, tile: int, table: int, limit: int) -> tuple[int, int]:
@@ -267,19 +267,28 @@ def _packed(*fields: int) -> int:
     return sum(field << (4 * i) for i, field in enumerate(fields))
 
 
-def steps(product: Product, device: int) -> Steps:
+def candidates(product: Product, info: DeviceInfo) -> list[dict[str, Any]]:
+    """Return the tiles that can compute a product, for ``rtkernels tune``."""
+    choice = _choose(product, info.target)
+    layout, by_element = _layout(product, choice)
+    return [{"tile": tile} for tile in _tiles(product, choice, info.target, any(by_element), layout, info.sm_count)]
+
+
+def steps(product: Product, device: int, *, tile: int | None = None) -> Steps:
     """Return the launches of a product.
 
     Args:
         product: One for which ``unsupported`` gives None.
         device: CUDA ordinal, or -1.
+        tile: One of ``candidates`` instead of the first one.
     """
     p, info, groups = product, device_info(device), product.groups
     if p.m == 0 or p.n == 0 or (groups is not None and groups.count == 0):
         return Steps()
     choice = _choose(p, info.target)
     layout, by_element = _layout(p, choice)
-    tile = _tile(p, choice, info.target, any(by_element), layout, info.sm_count)
+    if tile is None:
+        tile = _tiles(p, choice, info.target, any(by_element), layout, info.sm_count)[0]
     fused = p.quantized == "1x16" or (p.quantized == "1x128" and tile != SMALL and not p.gate)
     kind, count, bounds = 0, 0, 0
     if groups is not None:

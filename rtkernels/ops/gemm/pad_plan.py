@@ -48,7 +48,7 @@ PAD = Kernel(
 KERNELS = (PAD,)
 
 
-def _size(p: Product, name: str) -> tuple[int, int, int]:
+def memory_size(p: Product, name: str) -> tuple[int, int, int]:
     """Return how many matrices an operand consists of, the rows of one in memory, and elements of such a row."""
     matrix: Matrix = getattr(p, name)
     rows = p.m if name == "a" else 2 * p.n if p.gate is not None else p.n
@@ -58,7 +58,7 @@ def _size(p: Product, name: str) -> tuple[int, int, int]:
 
 
 def _bytes(p: Product, name: str) -> int:
-    count, rows, cols = _size(p, name)
+    count, rows, cols = memory_size(p, name)
     return int(count * rows * cols * BYTES[getattr(p, name).token])
 
 
@@ -116,7 +116,7 @@ def _padded(p: Product, names: Sequence[str]) -> Product:
     changed = {}
     for name in names:
         matrix: Matrix = getattr(p, name)
-        count, rows, cols = _size(p, name)
+        count, rows, cols = memory_size(p, name)
         pitch = _pitch(matrix, cols)
         group_pitch = rows * pitch if count > 1 else 0
         changed[name] = matrix._replace(pitch=pitch, aligned=True, halves=False, group_pitch=group_pitch)
@@ -147,7 +147,7 @@ def unsupported(product: Product, info: DeviceInfo, products: Backends[Product])
     if p.k == 0:
         return "there is nothing to add up"
     for name in names:
-        count, rows, cols = _size(p, name)
+        count, rows, cols = memory_size(p, name)
         matrix: Matrix = getattr(p, name)
         if BYTES[matrix.token] < 1 and (matrix.pitch % 2 or matrix.group_pitch % 2 or cols % 2):
             return f"rows of {name} begin inside of a byte"
@@ -179,7 +179,7 @@ def _after_copies(p: Product, device: int, names: list[str], inner: Steps) -> St
             numbers += [0, 0, 0, 0, 0, 0]
             continue
         matrix: Matrix = getattr(p, name)
-        count, rows, cols = _size(p, name)
+        count, rows, cols = memory_size(p, name)
         size = BYTES[matrix.token]
         row_bytes, pitch, group_pitch = (int(n * size) for n in (cols, matrix.pitch, matrix.group_pitch))
         vectors = int(_pitch(matrix, cols) * size) // _VECTOR

@@ -6,7 +6,8 @@ scales and where results are finished; epilogue, groups and the layout of scales
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,15 +31,15 @@ from rtkernels.ops.gemm.tile_choice import (
     Choice,
     Size,
     Tile,
-    choose,
-    choose_grouped,
     cycles,
     loads,
+    ranked,
+    ranked_grouped,
     sharing_limit,
     tile_count,
 )  # fmt: skip
 from rtkernels.runtime.invariance import level, starts_from_result
-from rtkernels.runtime.launch.device import device_info
+from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
@@ -243,7 +244,7 @@ def _scale_arguments(scales: Scales | None, k: int) -> tuple[int, int, int, int,
 
 
 def steps(
-    product: Product, device: int, *, tile: Tile | None = None, names: Mapping[str, str] | None = None,
+    product: Product, device: int, *, tile: Sequence[int] | None = None, names: Mapping[str, str] | None = None,
     sharing: int | None = None, grid: int = 0, overlap: bool = False,
 ) -> Steps:  # fmt: skip
     """Return the launches of a product that ``unsupported`` does not refuse.
@@ -263,8 +264,9 @@ def steps(
     scales, finish, count = _loop_scales(p), _finish(p), g.count if g else 0
     sms = device_info(device).sm_count
     if tile is None or sharing is None:
-        chosen = _choice(p, scales, sms, tile)
+        chosen = _choice(p, scales, sms, None if tile is None else Tile(*tile))
         tile, sharing, grid = chosen if sharing is None else (chosen.tile, sharing, grid)
+    tile = Tile(*tile)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]), grid)
@@ -284,6 +286,14 @@ def steps(
     if g is None or g.kind != "labels":
         return Steps(Step(launch, *arguments))
     return Steps(spans_of_rows(p, device), Step(launch, *arguments), zeros={"spans": 2 * count})
+
+
+def candidates(product: Product, info: DeviceInfo) -> list[dict[str, Any]]:
+    """Return the tiles and numbers of sharing blocks that can compute a product, for ``rtkernels tune``."""
+    if product.m == 0 or product.n == 0:
+        return []
+    found = _choices(product, _loop_scales(product), info.sm_count)
+    return [{"tile": list(c.tile), "sharing": c.sharing, "grid": c.grid} for c in found]
 
 
 def summary(product: Product, target: Target) -> str:
@@ -386,6 +396,11 @@ def _size_of(p: Product) -> Size:
 
 def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choice:
     """Return the tile of a product, and how many blocks share its k."""
+    return _choices(p, scales, sms, only)[0]
+
+
+def _choices(p: Product, scales: int, sms: int, only: Tile | None = None) -> list[Choice]:
+    """Return the tiles that can compute a product, and how many blocks share its k, in the order of their cycles."""
     g, m, n, finish = p.groups, p.m, p.n, _finish(p)
     types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
     known = SHIFTED_TILES if _is_shifted(p) else GATED_TILES if finish == GATED else TILES[scales]
@@ -399,13 +414,13 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
-        return Choice(only or choose_grouped(m, n, scales, finish, sms, tiles))
+        return [Choice(tile) for tile in ([only] if only else ranked_grouped(m, n, scales, finish, sms, tiles))]
     if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
         tiles = [tile for tile in tiles if tile not in BETWEEN and tile.cols != 192]
     if only is not None:
         tiles = [only]
     whole = tiles if level() else (LARGE,) if p.a.across and p.b.across else ()  # sums along k must not depend on m
-    return choose(_size_of(p), scales, finish, sms, tiles, whole)
+    return ranked(_size_of(p), scales, finish, sms, tiles, whole)
 
 
 def _grouped_tiles(p: Product, g: Groups, tile: Tile) -> int:

@@ -189,10 +189,10 @@ def _candidates(tile: Tile, size: Size, scales: int, sms: int) -> Iterator[Choic
         yield Choice(tile, sms)
 
 
-def choose(
+def ranked(
     size: Size, scales: int, finish: int, sms: int, tiles: Sequence[Tile] = (), whole: Sequence[Tile] = ()
-) -> Choice:
-    """Return the tile of a dense product, and how many blocks share its k: whatever takes the fewest `cycles`.
+) -> list[Choice]:
+    """Return tiles of a dense product with how many blocks share its k: those that take the fewest `cycles` first.
 
     ``tiles`` are those that can compute the product (default: all); blocks cannot share those in ``whole``.
     """
@@ -201,12 +201,19 @@ def choose(
     found = [
         c for t in tiles or TILES[scales] for c in _candidates(t, size, scales, sms) if not (c.sharing and t in whole)
     ]
-    return min(found, key=lambda choice: cycles(choice, size, scales, sms) * (_DOUBT if choice.sharing else 1.0))
+    return sorted(found, key=lambda choice: cycles(choice, size, scales, sms) * (_DOUBT if choice.sharing else 1.0))
 
 
-def choose_grouped(m: int, n: int, scales: int, finish: int, sms: int, tiles: Sequence[Tile] = ()) -> Tile:
-    """Return the tile of a grouped product; ``m`` is the number of rows of one group, or what is known of it."""
+def choose(
+    size: Size, scales: int, finish: int, sms: int, tiles: Sequence[Tile] = (), whole: Sequence[Tile] = ()
+) -> Choice:
+    """Return the first one of `ranked`."""
+    return ranked(size, scales, finish, sms, tiles, whole)[0]
+
+
+def ranked_grouped(m: int, n: int, scales: int, finish: int, sms: int, tiles: Sequence[Tile] = ()) -> list[Tile]:
+    """Return tiles of a grouped product; ``m`` is the number of rows of one group, or what is known of it."""
     if finish != PLAIN:
-        return LARGE
+        return [LARGE]
     found = [tile for tile in tiles or TILES[scales] if tile in _SLOWER]
-    return min(found, key=lambda t: -(-tile_count(t, m, n) // sms) * t.rows * t.cols * _SLOWER[t])
+    return sorted(found, key=lambda t: -(-tile_count(t, m, n) // sms) * t.rows * t.cols * _SLOWER[t])

@@ -78,6 +78,7 @@ PROMISES: dict[str, Promise] = {
     "gated_delta_rule": Promise(SEQUENCE, "prompts in chunks: at multiples of 64 tokens"),
     "ssd": Promise(SEQUENCE, f"prompts in chunks: at multiples of 64 tokens; {_OF_WEIGHT}"),
     "causal_conv1d": Promise(SEQUENCE, _OF_WEIGHT),
+    "conv": Promise(SEQUENCE, "depthwise kernels, products as scaled_mm; refused: torch's, and gradients that are"),
     **dict.fromkeys(
         ("check_labels", "column_absmax", "id_bounds", "load_balancing_loss", "moe_index", "moe_row_id_map", "moe_rows",
          "moe_permute_smooth_t", "router_z_loss", "scatter_add", "smooth_factors"),

@@ -104,6 +104,9 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
         return Explanation(None, "", choice.refused, problem)
     summary = choice.backend.summary
     tile = "" if summary is None else summary(problem, chosen)
+    if choice.options is not None:
+        told = ", ".join(f"{name} {value}" for name, value in choice.options.items())
+        tile = f"measured by rtkernels tune{', ' + told if told else ''}"
     return Explanation(choice.backend.name, tile, choice.refused, problem, choice.after)
 
 

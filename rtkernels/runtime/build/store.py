@@ -31,7 +31,7 @@ META = "meta.json"
 TOUCH_AFTER_S = 86_400.0  # the time of last use is updated at most daily
 LEFTOVER_AFTER_S = 86_400.0  # older files in tmp/ have no running writer; damaged entries are kept as long
 
-_RESERVED = ("tmp", "locks")
+_RESERVED = ("tmp", "locks", "tuned")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")  # of a target or an op
 
 _warned: set[str] = set()
@@ -218,7 +218,7 @@ def read_meta(directory: Path, owners: Owners | None = None) -> dict[str, Any] |
         trust.check(directory, directory.parents[2], owners)
     except Untrusted as untrusted:
         raise BadEntry(untrusted.strerror) from None
-    content = _read_file(directory / META, owners)
+    content = read_file(directory / META, owners)
     if content is None:
         return None
     try:
@@ -244,7 +244,7 @@ def read_entry(directory: Path, owners: Owners | None = None) -> tuple[dict[str,
     if meta is None:
         return None
     path = directory / image_name(meta["target"])
-    image = _read_file(path, owners or trust.caller())
+    image = read_file(path, owners or trust.caller())
     if image is None:
         return None
     if hashlib.sha256(image).hexdigest() != meta["sha256"]:
@@ -252,7 +252,7 @@ def read_entry(directory: Path, owners: Owners | None = None) -> tuple[dict[str,
     return meta, image, path
 
 
-def _read_file(path: Path, owners: Owners) -> bytes | None:
+def read_file(path: Path, owners: Owners) -> bytes | None:
     """Return the content of one file of an entry, None if the whole entry is gone."""
     try:
         # Never follow a link or wait for a pipe.

@@ -16,7 +16,7 @@ from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
 import rtkernels
-from rtkernels import emulate, lightning_attention, lightning_attention_step
+from rtkernels import ArgumentError, emulate, lightning_attention, lightning_attention_step
 from rtkernels.ops.attention import lightning_plan, lightning_reference
 from rtkernels.runtime.launch.plans import Plans
 
@@ -381,3 +381,50 @@ def test_fp16_state_with_infinities(place: str) -> None:
         assert_equal_bits(got[..., others], plain[..., others], "other columns")
         assert not got[..., 5].isfinite().any()
         assert got[..., 9].isnan().all()
+
+
+# ---- float32 operands -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 128, 129, 300])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_float32_operands(length: int, with_state: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, length, 3, d, generator=g) for d in (16, 16, 24)]
+    given += [torch.randn(2, 3, 16, 24, generator=g)] if with_state else []
+    decay = torch.tensor([0.0, 0.1, 1.3])
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        state = leaves[3] if with_state else None
+        if dtype == torch.float32:
+            y, final = rtkernels.lightning_attention(*leaves[:3], decay, initial_state=state, return_state=True)
+        else:
+            each = [
+                lightning_reference._one(*(t[b] for t in leaves[:3]), decay, None if state is None else state[b], 0.25)
+                for b in range(2)
+            ]
+            y, final = (torch.stack(parts) for parts in zip(*each, strict=True))
+        seeds = torch.Generator().manual_seed(1)
+        grads = [torch.randn(t.shape, generator=seeds).to(dtype) for t in (y, final)]
+        return [y, final, *torch.autograd.grad([y, final], leaves, grads)]
+
+    for got, exact in zip(results(torch.float32), results(torch.float64), strict=True):
+        assert got.dtype == torch.float32 and got.shape == exact.shape
+        got, exact = got.detach(), exact.detach()
+        assert got.numel() == 0 or float((got - exact).abs().max()) < 2e-6 * max(float(exact.abs().max()), 1.0) * 8
+
+
+def test_float32_operands_that_do_not_fit() -> None:
+    q, decay = torch.randn(2, 9, 3, 16), torch.ones(3)
+    for told, arguments, kw in (
+        ("cu_seqlens is given", (q, q, q, decay), {"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}),
+        ("k is torch.bfloat16", (q, q.bfloat16(), q, decay), {}),
+        ("k and v have shapes", (q, q[:, :8], q, decay), {}),
+        ("decay has shape", (q, q, q, decay[:2]), {}),
+        ("initial_state has shape", (q, q, q, decay), {"initial_state": torch.zeros(2, 3, 16, 8)}),
+    ):
+        with pytest.raises(ArgumentError, match=told):
+            rtkernels.lightning_attention(*arguments, **kw)
+    with rtkernels.batch_invariant(1), pytest.raises(ArgumentError, match="not batch-invariant"):
+        rtkernels.lightning_attention(q, q, q, decay)

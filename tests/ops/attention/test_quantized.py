@@ -13,8 +13,11 @@ from support.places import at, error_tests
 from support.ways import assert_equal_bits, captured
 from torch import Tensor
 
+import rtkernels
 from rtkernels import attention_quantized, emulate, quantize_qk, quantize_v
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import quant_plan
+from rtkernels.ops.shared.block_formats import decode_e8m0
 
 BF16, FP16, E4M3, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 
@@ -328,3 +331,66 @@ BAD = {
     "code": ((lambda: quantize_v(random(1, 5, 2, 16), dtype=BF16)), "dtype is torch.bfloat16"),
 }
 test_bad_arguments, test_bad_arguments_in_the_launchers = error_tests(BAD)
+
+
+# ---- MXFP8 ----------------------------------------------------------------------------------------------------------
+
+
+def _mx(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of [..., rows, heads, width], and bytes of scales with heads before rows."""
+    codes, scales = rtkernels.quantize_mxfp8(x.reshape(-1, x.shape[-1]).bfloat16())
+    scales = scales.view(torch.uint8).reshape(*x.shape[:-1], -1)
+    return codes.view(x.shape), scales.transpose(-3, -2).contiguous()
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    ("width", "d_v", "lq", "lk", "causal"), [(64, 64, 70, 130, True), (128, 128, 65, 64, False), (96, 24, 3, 150, True)]
+)
+def test_mxfp8(
+    target: str, width: int, d_v: int, lq: int, lk: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target == "sm_90":  # the kernel itself, although bfloat16 is faster there
+        monkeypatch.setattr(quant_plan, "multiplies_mx", lambda target: "fp8_cvt" in target.features)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, d, generator=g) for n, h, d in ((lq, 4, width), (lk, 2, width), (lk, 2, d_v)))
+    (q8, sq), (k8, sk), v = _mx(q * torch.rand(2, lq, 4, 1, generator=g) * 8), _mx(k * 4), v.bfloat16()
+    values = [
+        c.double() * decode_e8m0(s).double().repeat_interleave(32, -1).transpose(1, 2) for c, s in ((q8, sq), (k8, sk))
+    ]
+    exact = rtkernels.attention_quantized(q8, k8, v, sq, sk, causal=causal)
+    scores = torch.einsum("bihd,bjhd->bhij", values[0], values[1].repeat_interleave(2, 2)) / width**0.5
+    if causal:
+        i, j = torch.arange(lq).view(-1, 1), torch.arange(lk)
+        scores = scores.masked_fill(j > i + lk - lq, -torch.inf)
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double().repeat_interleave(2, 2))
+    with rtkernels.emulate(target):
+        got, lse = rtkernels.attention_quantized(
+            q8, k8, v, sq.view(torch.float8_e8m0fnu), sk, causal=causal, return_lse=True
+        )
+        named = rtkernels.compat.gn.attn_mxfp8_qk(*(t.transpose(1, 2) for t in (q8, k8, v)), sq, sk).transpose(1, 2)
+    assert float((lse - scores.logsumexp(-1)).abs().max()) < 1e-3
+    for result in (exact, got, *([] if causal else [named])):
+        assert float((result.double() - expected).abs().max()) < 0.03
+
+
+def test_mxfp8_of_packed_sequences_and_wrong_arguments() -> None:
+    g = torch.Generator().manual_seed(0)
+    (q8, sq), (k8, sk) = (_mx(torch.randn(40, 2, 64, generator=g)) for _ in range(2))
+    v, ends = torch.randn(40, 2, 64, generator=g).bfloat16(), torch.tensor([0, 25, 38], dtype=torch.int32)
+    given = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 25, "max_seqlen_k": 25, "causal": True}
+    expected = rtkernels.attention_quantized(q8, k8, v, sq, sk, **given)
+    for target in ("sm_89", "sm_80"):
+        with rtkernels.emulate(target):
+            got = rtkernels.attention_quantized(q8, k8, v, sq, sk, **given)
+        assert float((got.float() - expected.float()).abs().max()) < 0.03 and not got[38:].any()
+    q8, k8, v = (t.unsqueeze(0) for t in (q8, k8, v))
+    sq, sk = sq.unsqueeze(0), sk.unsqueeze(0)
+    for told, arguments in (
+        ("scale_k has dtype float32", (q8, k8, v, sq, torch.ones(1, 2, 40))),
+        ("scale_q has one byte per scale", (q8, k8, v.half(), sq, sk)),
+        ("scale_q has one byte per scale", (q8.view(torch.int8), k8.view(torch.int8), v, sq, sk)),
+        ("scale_q has shape", (q8, k8, v, sq[..., :1].contiguous(), sk)),
+    ):
+        with pytest.raises(ArgumentError, match=told):
+            rtkernels.attention_quantized(*arguments)

@@ -64,7 +64,7 @@ def test_any_size(m: int, n: int) -> None:
 )
 def test_large_tiles(a: str, b: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The 128x128 tiles, which the few emulated SMs choose only from four tiles on."""
-    monkeypatch.setattr(mma_plan, "_tile", large_tile)
+    monkeypatch.setattr(mma_plan, "_tiles", large_tile)
     with rtkernels.emulate(target):
         plain(a, b, 140, 133, 200, out="fp32")
         if a in ("bf16", "fp16"):
@@ -72,13 +72,13 @@ def test_large_tiles(a: str, b: str, target: str, monkeypatch: pytest.MonkeyPatc
                 plain(a, b, 140, 133, 130, out="fp32", operand_a={"across": across_a}, operand_b={"across": across_b})
 
 
-def large_tile(p, choice, target, by_element, layout, sm_count) -> int:
+def large_tile(p, choice, target, by_element, layout, sm_count) -> list[int]:
     available = {v[5] for v in mma_plan.MMA.variants(target) if v[:5] == (*choice[:4], layout)}
     if choice.sum_depth:
         available.discard(mma_plan.PLAIN)
     if choice.sum_depth % int(128 / max(cases.BYTES[p.a.token], cases.BYTES[p.b.token])):
         available.discard(mma_plan.PROMOTED)
-    return mma_plan.SMALL if by_element else min(available, default=mma_plan.SMALL)
+    return [mma_plan.SMALL if by_element else min(available, default=mma_plan.SMALL)]
 
 
 def test_fp16_sums() -> None:
@@ -126,7 +126,7 @@ def test_recipes(recipe: str, token: str, target: str) -> None:
 @pytest.mark.parametrize("recipe", ["1d2d", "tile_32", "tile_256"])
 @pytest.mark.parametrize("token", ["int8", "e4m3"])
 def test_recipes_of_large_tiles(recipe: str, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mma_plan, "_tile", large_tile)
+    monkeypatch.setattr(mma_plan, "_tiles", large_tile)
     scale_a, scale_b = RECIPES[recipe]
     with rtkernels.emulate("sm_90"):
         plain(token, token, 140, 150, 328, out="fp32", scale_a=scale_a, scale_b=scale_b)
@@ -156,7 +156,7 @@ def test_block_scales_of_any_alignment() -> None:
 @pytest.mark.parametrize("target", ["sm_90", "sm_120"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
 def test_block_scales_of_large_tiles(recipe: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mma_plan, "_tile", large_tile)
+    monkeypatch.setattr(mma_plan, "_tiles", large_tile)
     token, scales = BLOCKS[recipe]
     with rtkernels.emulate(target):
         plain(token, token, 140, 150, 320, out="fp32", scale_a=scales, scale_b=scales)
@@ -183,7 +183,7 @@ def test_quantised_weights(a: str, b: str, scales: dict, target: str) -> None:
 
 @pytest.mark.parametrize(("b", "scales"), [WEIGHTS[0], ("int4", {"per_rows": 1, "depth": 128})])
 def test_quantised_weights_of_large_tiles(b: str, scales: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mma_plan, "_tile", large_tile)
+    monkeypatch.setattr(mma_plan, "_tiles", large_tile)
     with rtkernels.emulate("sm_90"):
         plain("bf16", b, 140, 150, 200, out="fp32", scale_b=scales)
 
@@ -223,7 +223,7 @@ def test_gated(gate: str, n: int) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_quantised_results(quantized: str, gate: str | None, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(mma_plan, "_tile", large_tile)
+        monkeypatch.setattr(mma_plan, "_tiles", large_tile)
     m, n, k = 35, 272, 72
     random = generator()
     left = cases.operand("bf16", m, k, random)
