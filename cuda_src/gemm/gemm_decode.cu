@@ -9,10 +9,10 @@
 // k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
 //
 // Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
-// kConstantWeights, weights are loaded at once, without waiting for it: what the rings hold, and `prefetch` octets behind
-// that into L2, so that memory is busy while the block waits.
+// kConstantWeights, weights are loaded at once, without waiting for it, as many as the rings hold, so that memory is busy
+// while the block waits.
 //
-// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
+// Shared memory: rings [8][ring slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
 // [8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
 // cannot load its weights before this one ends.
 #include "common/reduce.cuh"
@@ -21,11 +21,10 @@
 #include "gemm/gemm_skinny_finish.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
-#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
-inline constexpr i64 kDecodeGated = 1, kConstantWeights = 2, kSignedCodes = 4, kScaleByRow = 8;
+inline constexpr i64 kDecodeGated = 1, kConstantWeights = 2, kSignedCodes = 4, kScaleByRow = 8, kByTma = 16;
 
 RTK_DEVICE Raw<16> decode_load(const u8* p) {  // not read-only: the previous kernel may write it after this one started
     const uint4 words = *reinterpret_cast<const uint4*>(p);
@@ -144,16 +143,17 @@ RTK_DEVICE float decode_number(u32 bits, int type) {
 __device__ __noinline__ float decode_activation(float x, int act) { return skinny_activation(x, act); }
 
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
-// each, `groups` of them, 0 if one serves all of k. `granule`: steps that parts of k and of warps are multiples of.
+// each, `groups` of them, 0 if one serves all of k. Rings have `ring` slots of `slot_steps` steps, even for 8-bit codes.
 template <typename Codes, typename Math, int TOKENS>
 __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 prefetch, i64 flags, i64 types, double eps, double offset,
+                i64 pass_octets_, i64 slot_steps_, i64 ring_, i64 flags, i64 types, double eps, double offset,
                 double factor) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8];
+    __shared__ u64 barriers[kDecodeWarps * kDecodeMaxRing];
     using Warp = DecodeWarp<Codes, Math, TOKENS>;
     using Rows = DecodeRows<Math, Warp::kParts>;
     const int octet_sums = 8 * static_cast<int>(m_);
@@ -183,9 +183,12 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     const int begin = (block_begin + (block_granules * warp_k >> k_shift)) * kGranule;
     const int end = min((block_begin + (block_granules * (warp_k + 1) >> k_shift)) * kGranule, all_steps);
 
-    const int slot_bytes = kDecodeSlotBytes + (scaled ? 4 * kDecodeScales : 0);
-    const ptx::SharedAddress base = ptx::shared_address(memory), ring = base + warp * (kDecodeRing * slot_bytes);
-    const int rings = kDecodeWarps * kDecodeRing * slot_bytes;
+    const int slot_steps = static_cast<int>(slot_steps_), slot_groups = (slot_steps + Warp::kGroupSteps - 1) / Warp::kGroupSteps;
+    const int slot_bytes = DecodeRing::slot_bytes(slot_steps, scaled ? 8 * slot_groups : 0);
+    const ptx::SharedAddress base = ptx::shared_address(memory);
+    const int own_ring = static_cast<int>(ring_) * slot_bytes, rings = kDecodeWarps * own_ring;
+    DecodeRing ring = {base + warp * own_ring, ptx::shared_address(barriers + warp * kDecodeMaxRing), slot_steps, static_cast<int>(ring_),
+                       (flags & kByTma) != 0, scaled};
     const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
     const int row_bytes = steps * (2 * Warp::kDepth);
     const int pitch = (row_bytes + 127 & ~127) + 64;
@@ -194,31 +197,23 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
     float* const received = sums + along_k * pass_octets * octet_sums;
 
-    int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;
-    auto fetch = [&]() {
+    int fetch_octet = warp_row, fetch_at = begin;
+    auto fetch = [&](int slot) {
         if (fetch_octet < octets && begin < end) {
-            const int count = min(kDecodeSteps, end - fetch_at);
-            weights.fetch(ring + fetch_slot * slot_bytes, lane, first_octet + fetch_octet, fetch_at, count, fetch_at / Warp::kGroupSteps);
+            const int count = min(slot_steps, end - fetch_at);
+            ring.fetch(weights, slot, slot_bytes, lane, first_octet + fetch_octet, fetch_at, count, fetch_at / Warp::kGroupSteps, slot_groups);
             fetch_at += count;
             if (fetch_at >= end) fetch_at = begin, fetch_octet += 1 << row_shift;
-            if (++fetch_slot == kDecodeRing) fetch_slot = 0;
+        } else if (!ring.bulk) {
+            ptx::cp_async_commit();
         }
-        ptx::cp_async_commit();
     };
     const bool constant = (flags & kConstantWeights) != 0;
+    ring.open(lane);
     if (!constant) ptx::wait_for_previous();
     ptx::launch_dependents();
 #pragma unroll 1
-    for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
-    if (constant && prefetch != 0) {
-        const int per_octet = (((block_granules - 1) >> k_shift) + 1) * kGranule + kDecodeSteps - 1;  // slots of a warp
-        const int from = (kDecodeRing - 1) / max(per_octet / kDecodeSteps, 1) << row_shift;
-        const i64 at = static_cast<i64>(first_step) * 64, bytes = min(static_cast<i64>(steps) * 64, weights.row_bytes - at);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < 8 * min(static_cast<int>(prefetch), octets - from); i += 32 * kDecodeWarps)
-            ptx::prefetch_l2_stream(weight + weights.row(first_octet + from + i / 8, i % 8) * weight_pitch + at,
-                                    static_cast<u32>(bytes) & ~15u);
-    }
+    for (int i = 0; i < ring.count; ++i) fetch(i);
     if (norm_weight != nullptr) {
 #pragma unroll 1
         for (int v = threadIdx.x; v < rows.vectors; v += 32 * kDecodeWarps) {
@@ -260,8 +255,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
 
     const ptx::SharedAddress own_x = base + (rings + min(g, m - 1) * pitch + t * 16);
     const ptx::SharedAddress high_x = base + (rings + min(g + 8, m - 1) * pitch + t * 16);
-    const u32 own_row = g * kDecodeRowBytes + t * 16, swizzle = (g & 1) * 64;
-    int slot = 0;
+    const u32 own_row = ring.row(g) + t * 16;
 #pragma unroll 1
     for (int first = 0; first < octets; first += pass_octets) {
         const int here = min(pass_octets, octets - first);  // octets of this pass
@@ -270,23 +264,23 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
             Warp own;
             own.clear();
 #pragma unroll 1
-            for (int at = begin; at < end; at += kDecodeSteps) {
-                ptx::cp_async_wait<kDecodeRing - 2>();
-                __syncwarp();
-                fetch();
-                const ptx::SharedAddress now = ring + slot * slot_bytes;
-                if (++slot == kDecodeRing) slot = 0;
-                const int count = min(kDecodeSteps, end - at);
+            for (int at = begin; at < end; at += slot_steps) {
+                ring.wait();
+                const ptx::SharedAddress now = ring.slots + ring.slot * slot_bytes;
+                const int count = min(slot_steps, end - at);
                 const int x_at = (at - first_step) * (2 * Warp::kDepth);
 #pragma unroll 2
                 for (int s = 0; s < count; ++s) {
-                    const Raw<16> raw = ptx::ld_shared_16(now + (own_row + ((64 * s) ^ swizzle)));
+                    const Raw<16> raw = ptx::ld_shared_16(now + (own_row + 64 * s));
                     own.step(options, raw, own_x + (x_at + s * (2 * Warp::kDepth)), high_x + (x_at + s * (2 * Warp::kDepth)));
                     if (scaled && ((s + 1) % Warp::kGroupSteps == 0 || s + 1 == count)) {
-                        const Raw<8> two = ptx::ld_shared_8(now + (kDecodeSlotBytes + (s / Warp::kGroupSteps * 8 + 2 * t) * 4));
+                        const Raw<8> two = ptx::ld_shared_8(now + (ring.scales() + (s / Warp::kGroupSteps * 8 + 2 * t) * 4));
                         own.promote(make_float2(__uint_as_float(two.w[0]), __uint_as_float(two.w[1])));
                     }
                 }
+                __syncwarp();
+                fetch(ring.slot);
+                ring.next();
             }
             if (!scaled) own.promote(make_float2(1.0f, 1.0f));
             own.settle_flags(t);
