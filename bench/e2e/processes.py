@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
+LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
 
 
 def add_model_options(parser: argparse.ArgumentParser, models: Iterable[str], arms: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def records(
     times are then meaningless.
     """
     with tempfile.TemporaryDirectory() as folder:
-        lock = {_LOCK: str(Path(folder) / "lock")} if together else {}
+        lock = {LOCK: str(Path(folder) / "lock")} if together else {}
         environment = {**lock, **os.environ, **(environment or {})}
         started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
         for arm in arms if together else ():
@@ -127,7 +127,7 @@ def sharing() -> Iterator[None]:
 
 @contextmanager
 def _locked(exclusive: bool) -> Iterator[None]:
-    path = os.environ.get(_LOCK)
+    path = os.environ.get(LOCK)
     if path is None:
         yield
         return
