@@ -172,6 +172,12 @@ struct DecodeWarp {
         }
     }
 
+    // Forgets the sums of a group.
+    RTK_DEVICE void drop() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[0][i] = part[1][i] = 0.0f;
+    }
+
     // NaN for rows with a NaN weight that the conversion does not preserve.
     RTK_DEVICE void settle_flags(int t) {
         if constexpr (Weights::kFlagged) {
