@@ -40,7 +40,8 @@ KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
-    "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 ring_:i64 flags:i64 types:i64 eps:f64 offset:f64 factor:f64",
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 ring_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
+    "factor:f64",
     variants=[
         (codes or math, math, tokens)
         for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
@@ -125,12 +126,14 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
         own = -(-octets // max(sms // parts, 1))
         for row_shift in range(4):
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
-            per_octet = -(--(-granules // parts) // along_k) * granule
+            own_granules = -(-granules // parts)
+            per_octet = -(-own_granules // along_k) * granule
             slots = -(-per_octet // _MAX_STEPS)
             rounds = -(-own // along_rows)
-            steps = -(--(-per_octet // slots) // granule) * granule
+            even = -(-per_octet // slots)
+            steps = -(-even // granule) * granule
             slot = _slot_bytes(p, steps)
-            rest = _shared(p, own, -(-granules // parts) * granule, row_shift, parts, normed)
+            rest = _shared(p, own, own_granules * granule, row_shift, parts, normed)
             wanted = min(max(_IN_FLIGHT // steps, 2), rounds * slots, _MAX_RING)
             limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
             shared_by_two = min(wanted, (half - rest) // (_WARPS * slot))

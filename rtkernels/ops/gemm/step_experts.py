@@ -95,7 +95,8 @@ def _cuts(rows: int, top_k: int, width: int, inner: int, device: int, normed: bo
     info = device_info(device)
     limit, pairs, sms = shared_limit(info.target), rows * top_k, info.sm_count
     first = _cut(rows, rows, width, -(-pairs * -(-inner // 4) // sms), limit, normed)
-    second = _cut(rows, pairs + 1, inner, -(--(-width // 8) // sms), limit, False)
+    octets = -(-width // 8)
+    second = _cut(rows, pairs + 1, inner, -(-octets // sms), limit, False)
     return (first, second) if first and second else None
 
 

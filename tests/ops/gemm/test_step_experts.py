@@ -105,7 +105,7 @@ def test_what_the_kernels_do_not_take_runs_in_torch() -> None:
 def test_wrong_arguments_are_named() -> None:
     arguments, _ = case(2, 4, 2, 64, 32)
     x, gate_up, down, chosen, probs, *rest = arguments
-    with pytest.raises(ArgumentError, match="experts is torch.int64"):
+    with pytest.raises(ArgumentError, match=r"experts is torch\.int64"):
         FORWARD.call(x, gate_up, down, chosen.long(), probs, *rest)
     with pytest.raises(ArgumentError, match="down"):
         FORWARD.call(x, gate_up, down[:, :8], chosen, probs, *rest)
