@@ -33,7 +33,7 @@ MODELS = ("qwen3_09b", "llama", "qwen3_06b", "gemma3", "qwen3_moe", "qwen3_8b_8"
 ARMS = ("generate", "generate_fp8", "hf_compile")
 VOCABULARY = 151936
 TINY = {"prompts": "12", "batches": "1,2", "new": 4}
-_AT_ONCE = 6  # processes with --together
+_PROCESSES = 6  # processes with --together
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ class Compiled:
         runner = Runner("hf_compile", self.model, prompt + new + 8, self.tiny)
         runner.model = self.model  # the prompt is not measured, and not compiled
 
-        def once() -> float:
+        def measured() -> float:
             cache = runner.cache()
             token = runner.prefill(ids, cache)
             processes.wait(device)
@@ -161,9 +161,9 @@ class Compiled:
             processes.wait(device)
             return processes.between(start, end) / new
 
-        once()  # compiles, for long on the host alone
+        measured()  # compiles, for long on the host alone
         with processes.alone():
-            return {"ms_per_token": min(once() for _ in range(2)), "note": ""}
+            return {"ms_per_token": min(measured() for _ in range(2)), "note": ""}
 
 
 def run_one(args: argparse.Namespace) -> int:
@@ -237,14 +237,14 @@ def _started(command: list[str], environment: dict[str, str]) -> Any:
     return subprocess.Popen(command, env={**environment, **os.environ})
 
 
-def _run(commands: Iterator[list[str]], at_once: int) -> None:
-    """Run commands, up to `at_once` at a time."""
+def _run(commands: Iterator[list[str]], limit: int) -> None:
+    """Run commands, up to `limit` at a time."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {processes.LOCK: str(Path(folder) / "lock")} if at_once > 1 else {}
+        environment = {processes.LOCK: str(Path(folder) / "lock")} if limit > 1 else {}
         running: list[Any] = []
         for command in commands:
             running.append(_started(command, environment))
-            while len(running) >= at_once:
+            while len(running) >= limit:
                 running = [process for process in running if process.poll() is None]
                 time.sleep(0.05)
         for process in running:
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"{name} {arm}",
                 ]
 
-    _run(missing(), _AT_ONCE if args.together else 1)
+    _run(missing(), _PROCESSES if args.together else 1)
     result = json.loads(args.out.read_text()) if args.out.exists() else {"kind": "decode_rows", "rows": {}}
     processes.write(args.out, {**result, "environment": meta.environment()})
     return 0

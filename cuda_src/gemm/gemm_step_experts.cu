@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 1)
     for (int i = 0; i < ring.count; ++i) fetch(i);
 
     if constexpr (DOWN) {
-        // Rows of pairs that do not exist hold nothing, and nothing reads them.
+        // Rows of pairs that do not exist stay uninitialised; nothing reads them.
 #pragma unroll 1
         for (int p = warp; p < pairs; p += kDecodeWarps) {
             if (step.chosen[p] < 0) continue;

@@ -82,8 +82,8 @@ def _is_plain(mlp: nn.Module, names: tuple[str, str], order: tuple[str, ...]) ->
     kind = type(mlp)
     if kind not in _proven:
         x = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-        made = {name: torch.full((2, 3), float(i), device="cpu") for i, name in enumerate(order)}
-        gate = _Routed(tuple(made.values()))
+        results = {name: torch.full((2, 3), float(i), device="cpu") for i, name in enumerate(order)}
+        gate = _Routed(tuple(results.values()))
         experts = _Routed((torch.randn(2, 4, generator=torch.Generator().manual_seed(1), device="cpu"),))
         twin = twin_of(mlp, {}, children=dict(zip(names, (gate, experts), strict=True)), training=False)
         try:
@@ -93,7 +93,7 @@ def _is_plain(mlp: nn.Module, names: tuple[str, str], order: tuple[str, ...]) ->
             _proven[kind] = (
                 isinstance(out, Tensor) and torch.equal(out, experts.results[0].view(1, 2, 4))
                 and torch.equal(rows, x.view(2, 4)) and torch.equal(gate.given[0].reshape(2, 4), x.view(2, 4))
-                and [id(t) for t in routed] == [id(made["indices"]), id(made["probs"])]
+                and [id(t) for t in routed] == [id(results["indices"]), id(results["probs"])]
             )  # fmt: skip
         except Exception:  # a layer of another kind
             _proven[kind] = False

@@ -130,8 +130,8 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             per_octet = -(-own_granules // along_k) * granule
             slots = -(-per_octet // _MAX_STEPS)
             rounds = -(-own // along_rows)
-            even = -(-per_octet // slots)
-            steps = -(-even // granule) * granule
+            balanced = -(-per_octet // slots)
+            steps = -(-balanced // granule) * granule
             slot = _slot_bytes(p, steps)
             rest = _shared(p, own, own_granules * granule, row_shift, parts, normed)
             wanted = min(max(_IN_FLIGHT // steps, 2), rounds * slots, _MAX_RING)
