@@ -12,9 +12,11 @@
 // Lane 4g + t of a step has the 16 bytes t of row g: eight weights (16 bits), or 2 or 4 times eight. The activations of
 // a step are stored in the order in which lanes read them, eight at a time: part j of all four lanes, then part j + 1.
 #pragma once
+#include "common/vec.cuh"
 #include "gemm/gemm_skinny_weights.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/ldst.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace rtk {
@@ -185,6 +187,52 @@ struct DecodeWarp {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if ((lanes >> (4 * (2 * t + i % 2)) & 15u) != 0u) total[i] = __uint_as_float(0x7fffffffu);
+        }
+    }
+};
+
+// Up to kSteps steps of an octet in registers, as a warp loads them: no shared memory, and no barrier. `scale`:
+// lane l has that of row l % 8 and group l / 8, if scales vary along k.
+template <typename Warp>
+struct DecodeSlot {
+    static constexpr int kSteps = Warp::kParts == 4 ? 4 : 6;  // at the most; more would not fit into registers
+    Raw<16> raw[kSteps];
+    float scale;
+
+    // Loads `count` steps from `first` on; zeros behind them and behind the end of rows.
+    RTK_DEVICE void load(const DecodeWeights& from, int lane, int octet, int first, int count) {
+        const int at = first * 64 + lane % 4 * 16;
+        const u8* const own = from.data + from.row(octet, lane / 4) * from.pitch + at;
+        const u64 policy = ptx::l2_first();
+        const int limit = min(64 * count, static_cast<int>(from.row_bytes) - at);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            clear(raw[s]);
+            ptx::ld_stream_16_if(64 * s < limit, raw[s], own + 64 * s, policy);
+        }
+        if constexpr (Warp::kParts > 1) {
+            if (from.scale != nullptr) {
+                const float* const scales = from.scale + (from.row(octet, lane % 8) >> from.scale_shift) * from.scale_row;
+                scale = scales[min(first / Warp::kGroupSteps + lane / 8, from.groups - 1) * from.scale_group];
+            }
+        }
+    }
+
+    // Adds the products of `count` steps; `low`, `high`: activations of tokens g and g + 8, from the first step on.
+    RTK_DEVICE void multiply(Warp& own, const CodeOptions& options, bool scaled, int count, int t, ptx::SharedAddress low,
+                             ptx::SharedAddress high) const {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            if (s < count) {
+                own.step(options, raw[s], low + s * (2 * Warp::kDepth), high + s * (2 * Warp::kDepth));
+                if constexpr (Warp::kParts > 1) {
+                    if (scaled && ((s + 1) % Warp::kGroupSteps == 0 || s + 1 == count)) {
+                        const int group = s / Warp::kGroupSteps;
+                        own.promote(make_float2(__shfl_sync(0xffffffffu, scale, group * 8 + 2 * t),
+                                                __shfl_sync(0xffffffffu, scale, group * 8 + 2 * t + 1)));
+                    }
+                }
+            }
         }
     }
 };

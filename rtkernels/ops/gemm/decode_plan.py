@@ -18,9 +18,6 @@ MAX_ROWS = 16
 
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
-_MAX_RING = 8  # slots of a warp
-_MAX_STEPS = 8  # of 64 bytes, of a slot
-_IN_FLIGHT = 24  # steps of a ring that are worth their memory
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _CLUSTER = 100  # what another block of a cluster costs, in units of the estimate
 _ALONE = 130  # what a block costs that leaves no memory for one of the next launch
@@ -34,13 +31,13 @@ _CODES = {
 }  # fmt: skip
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
-_GATED, _CONSTANT, _SIGNED, _BY_ROW, _BY_TMA = 1, 2, 4, 8, 16
+_GATED, _CONSTANT, _SIGNED, _BY_ROW = 1, 2, 4, 8
 
 KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
-    "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 ring_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
     "factor:f64",
     variants=[
         (codes or math, math, tokens)
@@ -53,15 +50,14 @@ KERNELS = (KERNEL,)
 class Shape(NamedTuple):
     """How a launch is cut.
 
-    Blocks that share k, octets of a block, warps of a block along octets (power of two), steps of a slot, slots of a
-    ring, shared memory.
+    Blocks that share k, octets of a block, warps of a block along octets (power of two), steps of a slot,
+    shared memory.
     """
 
     parts: int
     octets: int
     row_shift: int
     steps: int
-    ring: int
     shared: int
 
 
@@ -128,22 +124,17 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
             own_granules = -(-granules // parts)
             per_octet = -(-own_granules // along_k) * granule
-            slots = -(-per_octet // _MAX_STEPS)
+            slots = -(-per_octet // (4 if BYTES[p.b.token] < 1 else 6))
             rounds = -(-own // along_rows)
             balanced = -(-per_octet // slots)
             steps = -(-balanced // granule) * granule
-            slot = _slot_bytes(p, steps)
-            rest = _shared(p, own, own_granules * granule, row_shift, parts, normed)
-            wanted = min(max(_IN_FLIGHT // steps, 2), rounds * slots, _MAX_RING)
+            shared = _shared(p, own, own_granules * granule, row_shift, parts, normed)
             limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
-            shared_by_two = min(wanted, (half - rest) // (_WARPS * slot))
-            alone = 2 * shared_by_two < wanted or shared_by_two < 1
-            ring = min(wanted, (limit - rest) // (_WARPS * slot)) if alone else shared_by_two
-            if ring < 1:
+            if shared > limit:
                 continue
-            time = _WARPS * rounds * (per_octet + slots) + 4 * _WARPS * steps * (wanted - ring) / wanted
-            time += 12 * -(-own // _together(p.m, along_k, own)) + _CLUSTER * (parts - 1) + _ALONE * alone
-            found.append((time, Shape(parts, own, row_shift, steps, ring, rest + ring * _WARPS * slot)))
+            time = _WARPS * rounds * (per_octet + slots) + 12 * -(-own // _together(p.m, along_k, own))
+            time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
+            found.append((time, Shape(parts, own, row_shift, steps, shared)))
     return min(found)[1] if found else None
 
 
@@ -152,14 +143,8 @@ def _together(m: int, along_k: int, octets: int) -> int:
     return min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets, 32)
 
 
-def _slot_bytes(p: Product, steps: int) -> int:
-    """Return the bytes of a slot: weights, a shift of odd rows, scales."""
-    depth = steps * int(64 / BYTES[p.b.token])
-    return 512 * steps + 64 + (32 * -(-depth // _GROUP) if _varies(p.scale_b, p.k) else 0)
-
-
 def _shared(p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool) -> int:
-    """Return the bytes of shared memory of a block without its rings."""
+    """Return the bytes of shared memory of a block."""
     row = steps * int(128 / BYTES[p.b.token])
     along_k = _WARPS >> row_shift
     together = _together(p.m, along_k, octets)
@@ -193,7 +178,6 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     flags = (
         _GATED * (p.gate is not None) + _CONSTANT * constant + _SIGNED * (p.b.token == "int4")
         + _BY_ROW * (s is not None and s.rows != 0)
-        + _BY_TMA * ("tma" in info.target.features and p.k * size % 64 == 0)
     )  # fmt: skip
     types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
     along_k = _WARPS >> shape.row_shift
@@ -210,7 +194,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
         p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
         s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
         -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets),
-        shape.steps, shape.ring, flags,
+        shape.steps, flags,
         sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
     return Steps(

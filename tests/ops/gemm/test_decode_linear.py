@@ -106,6 +106,19 @@ def test_sizes(name: str, m: int, n: int, k: int) -> None:
     checked(case(name, m, n, k))
 
 
+def test_passes_that_are_no_multiple_of_the_warps_along_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows, whose sums of 25 octets fit: warps go on where they stopped, wherever a pass ends."""
+    own = decode_plan._shape
+
+    def shape(*given):
+        return own(*given)._replace(octets=30, row_shift=1, shared=65536)
+
+    monkeypatch.setattr(decode_plan, "_shape", shape)
+    monkeypatch.setattr(decode_plan, "_together", lambda m, along_k, octets: 7)
+    checked(case("16bit", 5, 400, 64))
+    checked(case("e4m3_block", 5, 400, 256))
+
+
 @pytest.mark.parametrize("k", (8, 24, 40, 520))
 def test_odd_depths(k: int) -> None:
     checked(case("16bit", 2, 19, k, norm=True))
