@@ -10,6 +10,7 @@
 #include "common/vec.cuh"
 #include "gemm/gemm_skinny_weights.cuh"
 #include "ptx/ldst.cuh"
+#include "ptx/shared.cuh"
 
 namespace rtk {
 
