@@ -6,12 +6,13 @@
 //
 // Every block lists the distinct experts in the order of their first pair. The items of a launch are octets (see
 // gemm_decode_stage.cuh) of each expert's weights, DOWN: of the results, over all experts; blocks share them evenly. A
-// unit is up to `chunk` steps of one expert's k; the units of an item are dealt to the 8 warps, each of which loads them
-// into registers, two by turns. All tokens multiply the weights of an expert, and those that did not choose it are dropped.
+// unit is up to `chunk` steps of one expert's k; the units of an item are dealt to the 8 warps, each of which streams them
+// through its own ring. All tokens multiply the weights of an expert, and those that did not choose it are dropped.
 // Sums of warps are added in their order.
 //
-// Shared memory: activations [m][pitch] (DOWN: [pairs and zeros][pitch]), norm weight, sums
+// Shared memory: rings [8][ring slots], activations [m][pitch] (DOWN: [pairs and zeros][pitch]), norm weight, sums
 // [8][pass_items][m][8].
+#include "gemm/gemm_decode_ring.cuh"
 #include "gemm/gemm_decode_rows.cuh"
 #include "gemm/gemm_decode_stage.cuh"
 #include "gemm/gemm_skinny_finish.cuh"
@@ -80,16 +81,17 @@ struct StepExperts {
     }
 };
 
-inline constexpr i64 kStepRounded = 1;  // flag: probabilities are rounded to the type of x
+inline constexpr i64 kStepByTma = 1, kStepRounded = 2;  // flags: loads by TMA; probabilities are rounded to the type of x
 
 template <typename Math, bool DOWN>
-__global__ void __launch_bounds__(32 * kDecodeWarps, 2)
+__global__ void __launch_bounds__(32 * kDecodeWarps, 1)
     gemm_step_experts(const u8* x, const u8* weight, const i32* given, const float* probs, const void* residual,
                       const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 top_k_, i64 experts_, i64 x_pitch,
-                      i64 expert_stride, i64 weight_pitch, i64 residual_pitch, i64 chunk_, i64 pass_items_, i64 flags,
+                      i64 expert_stride, i64 weight_pitch, i64 residual_pitch, i64 chunk_, i64 ring_, i64 pass_items_, i64 flags,
                       i64 act, double eps, double offset) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8];
+    __shared__ u64 barriers[kDecodeWarps * kDecodeMaxRing];
     __shared__ StepExperts step;
     using Warp = DecodeWarp<Math, Math, 1>;
     using Rows = DecodeRows<Math, 1>;
@@ -99,13 +101,17 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     const int chunk = static_cast<int>(chunk_), all_steps = (k + Warp::kDepth - 1) / Warp::kDepth;
     const int chunks = (all_steps + chunk - 1) / chunk, octet_sums = 8 * m, pass_items = static_cast<int>(pass_items_);
     const int columns = DOWN ? 8 : 4, octets = (static_cast<int>(n) + columns - 1) / columns;
+    const int slot_bytes = DecodeRing::slot_bytes(chunk, 0), own_ring = static_cast<int>(ring_) * slot_bytes;
     const ptx::SharedAddress base = ptx::shared_address(memory);
-    const int row_bytes = all_steps * (2 * Warp::kDepth), pitch = (row_bytes + 127 & ~127) + 64;
+    DecodeRing ring = {base + warp * own_ring, ptx::shared_address(barriers + warp * kDecodeMaxRing), chunk,
+                       static_cast<int>(ring_), (flags & kStepByTma) != 0, false};
+    const int rings = kDecodeWarps * own_ring, row_bytes = all_steps * (2 * Warp::kDepth), pitch = (row_bytes + 127 & ~127) + 64;
     const int kept = DOWN ? pairs : m;
-    const Rows rows = {x, x_pitch, kept, k, 0, row_bytes / 16, base, pitch};
-    u8* const norm_in_shared = memory + (DOWN ? pairs + 1 : m) * pitch;
+    const Rows rows = {x, x_pitch, kept, k, 0, row_bytes / 16, base + rings, pitch};
+    u8* const norm_in_shared = memory + rings + (DOWN ? pairs + 1 : m) * pitch;
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
 
+    ring.open(lane);
     ptx::launch_dependents();
     if (norm_weight != nullptr) {
 #pragma unroll 1
@@ -118,7 +124,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     if constexpr (DOWN) {
 #pragma unroll 1
         for (int at = threadIdx.x * 16; at < pitch; at += 32 * kDecodeWarps * 16)
-            ptx::st_shared_16(base + (pairs * pitch + at), Raw<16>{});
+            ptx::st_shared_16(base + (rings + pairs * pitch + at), Raw<16>{});
     }
     ptx::wait_for_previous();
     step.list(given, DOWN ? probs : nullptr, m, top_k, static_cast<int>(experts_), (flags & kStepRounded) != 0, kType == kTypeBf16);
@@ -129,18 +135,20 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     const int begin = static_cast<int>(static_cast<i64>(all_items) * block / blocks);
     const int end = static_cast<int>(static_cast<i64>(all_items) * (block + 1) / blocks);
     DecodeWeights weights = {weight, nullptr, weight_pitch, static_cast<i64>(k) * 2, 0, 0, 0, static_cast<int>(n), 0, !DOWN};
-    DecodeSlot<Warp> slots[2];
-    int load_item = begin, load_unit = warp;
-    auto load = [&](DecodeSlot<Warp>& slot) {
-        if (load_item >= end || load_unit >= units) return;
-        const int e = DOWN ? load_unit / chunks : load_item / octets, c = DOWN ? load_unit % chunks : load_unit;
-        weights.data = weight + step.expert[e] * expert_stride;
-        slot.load(weights, lane, DOWN ? load_item : load_item % octets, c * chunk, min(chunk, all_steps - c * chunk));
-        load_unit += kDecodeWarps;
-        if (load_unit >= units) load_unit = warp, ++load_item;
+    int fetch_item = begin, fetch_unit = warp;
+    auto fetch = [&](int slot) {
+        if (fetch_item < end && fetch_unit < units) {
+            const int e = DOWN ? fetch_unit / chunks : fetch_item / octets, c = DOWN ? fetch_unit % chunks : fetch_unit;
+            weights.data = weight + step.expert[e] * expert_stride;
+            ring.fetch(weights, slot, slot_bytes, lane, DOWN ? fetch_item : fetch_item % octets, c * chunk, min(chunk, all_steps - c * chunk), 0, 0);
+            fetch_unit += kDecodeWarps;
+            if (fetch_unit >= units) fetch_unit = warp, ++fetch_item;
+        } else if (!ring.bulk) {
+            ptx::cp_async_commit();
+        }
     };
-    load(slots[0]);
-    load(slots[1]);
+#pragma unroll 1
+    for (int i = 0; i < ring.count; ++i) fetch(i);
 
     if constexpr (DOWN) {
         // Rows of pairs that do not exist stay uninitialised; nothing reads them.
@@ -165,51 +173,42 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     __syncthreads();
 
     const CodeOptions options = {false};
+    const u32 own_row = ring.row(g) + t * 16;
     const SkinnyStore store = {nullptr, out, n, 0, 0, kType, static_cast<int>(act), false, !DOWN};
-    int item = begin, unit = warp;  // of the next slot
-    Warp own;
-    own.clear();
 #pragma unroll 1
     for (int first = begin; first < end; first += pass_items) {
         const int here = min(pass_items, end - first);
-        auto multiply = [&](DecodeSlot<Warp>& slot) {
-            const int e = DOWN ? unit / chunks : 0, c = DOWN ? unit % chunks : unit;
-            int row = min(g, m - 1);
-            bool exists = true;
-            float factor = 1.0f;
-            if constexpr (DOWN) {
-                row = g < m ? step.pair[e][g] : -1;
-                exists = row >= 0;
-                factor = exists ? step.prob[e][g] : 0.0f;
-                if (!exists) row = pairs;
-            }
-            const ptx::SharedAddress own_x = base + (row * pitch + t * 16 + c * chunk * (2 * Warp::kDepth));
-            slot.multiply(own, options, false, min(chunk, all_steps - c * chunk), t, own_x, own_x);
-            load(slot);
-            if (exists) own.promote(make_float2(factor, factor));
-            if (DOWN) own.drop();  // zeros times weights that are not finite
-            unit += kDecodeWarps;
-            if (unit < units) return;
-            float* to = sums + (warp * pass_items + item - first) * octet_sums + g * 8 + 2 * t;
-            if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
+#pragma unroll 1
+        for (int i = 0; i < here; ++i) {
+            Warp own;
             own.clear();
-            unit = warp, ++item;
-        };
-        if (warp >= units) {  // nothing for this warp
 #pragma unroll 1
-            for (; item < first + here; ++item)
-                if (g < m) *reinterpret_cast<float2*>(sums + (warp * pass_items + item - first) * octet_sums + g * 8 + 2 * t) = make_float2(0.0f, 0.0f);
-        }
-#pragma unroll 1
-        while (item < first + here) {
-            multiply(slots[0]);
-            if (item >= first + here) {
-                const DecodeSlot<Warp> later = slots[1];
-                slots[1] = slots[0];
-                slots[0] = later;
-                break;
+            for (int u = warp; u < units; u += kDecodeWarps) {
+                const int e = DOWN ? u / chunks : 0, c = DOWN ? u % chunks : u;
+                int row = min(g, m - 1);
+                bool exists = true;
+                float factor = 1.0f;
+                if constexpr (DOWN) {
+                    row = g < m ? step.pair[e][g] : -1;
+                    exists = row >= 0;
+                    factor = exists ? step.prob[e][g] : 0.0f;
+                    if (!exists) row = pairs;
+                }
+                const ptx::SharedAddress own_x = base + (rings + row * pitch + t * 16 + c * chunk * (2 * Warp::kDepth));
+                ring.wait();
+                const ptx::SharedAddress now = ring.slots + ring.slot * slot_bytes;
+                const int count = min(chunk, all_steps - c * chunk);
+#pragma unroll 2
+                for (int s = 0; s < count; ++s)
+                    own.step(options, ptx::ld_shared_16(now + (own_row + 64 * s)), own_x + s * (2 * Warp::kDepth), own_x);
+                if (exists) own.promote(make_float2(factor, factor));
+                if (DOWN) own.drop();  // zeros times weights that are not finite
+                __syncwarp();
+                fetch(ring.slot);
+                ring.next();
             }
-            multiply(slots[1]);
+            float* to = sums + (warp * pass_items + i) * octet_sums + g * 8 + 2 * t;
+            if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
         }
         __syncthreads();
         // The whole warp calls this: lanes of a gate get the other factor from lanes of its counterpart.

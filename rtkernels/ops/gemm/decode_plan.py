@@ -21,7 +21,7 @@ _WARPS = 8
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _CLUSTER = 100  # what another block of a cluster costs, in units of the estimate
 _ALONE = 130  # what a block costs that leaves no memory for one of the next launch
-_LARGE = 1 << 40  # bytes of weights from which on an SM gets two blocks
+_LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks
 _SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
 _STATIC = 2048  # shared memory that is not dynamic, and what the driver takes
@@ -113,7 +113,7 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
     """
     octets = -(-p.n // (4 if p.gate else 8))
     granules, granule = _steps_of(p)
-    if p.n * p.k * BYTES[p.b.token] >= _LARGE:
+    if p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
         sms *= 2
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):

@@ -23,24 +23,26 @@ _HALVES = (torch.bfloat16, torch.float16)
 MAX_PAIRS, MAX_ROWS = 64, 8
 _WARPS = 8
 _DEPTH = 32  # of k, in a step of 64 bytes
-_MAX_STEPS = 6  # of a unit
+_MAX_STEPS, _MAX_RING, _IN_FLIGHT = 8, 8, 24  # steps of a slot, slots of a ring, steps of a ring
 _SUMS = 32768  # bytes of sums of a pass, at the most
 _STATIC = 6144  # shared memory that is not dynamic, and what the driver takes
 _ACTS = {"relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
+_BY_TMA, _ROUNDED = 1, 2
 
 _KERNEL = Kernel(
     "gemm/gemm_step_experts.cu", "gemm_step_experts", template="Math DOWN", max_registers=160, tier="serve",
     args="x:ptr weight:ptr given:ptr probs:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 top_k_:i64 "
-    "experts_:i64 x_pitch:i64 expert_stride:i64 weight_pitch:i64 residual_pitch:i64 chunk_:i64 "
+    "experts_:i64 x_pitch:i64 expert_stride:i64 weight_pitch:i64 residual_pitch:i64 chunk_:i64 ring_:i64 "
     "pass_items_:i64 flags:i64 act:i64 eps:f64 offset:f64",
     variants=[(math, down) for math in ("bf16", "fp16") for down in (False, True)],
 )  # fmt: skip
 
 
 class _Cut(NamedTuple):
-    """How a launch is cut: steps of a unit, items of a pass, shared memory."""
+    """How a launch is cut: steps of a unit, slots of a ring, items of a pass, shared memory."""
 
     chunk: int
+    ring: int
     items: int
     shared: int
 
@@ -48,10 +50,11 @@ class _Cut(NamedTuple):
 def _cut(m: int, kept: int, k: int, items: int, limit: int, normed: bool) -> _Cut | None:
     """Return the shape of a launch with `kept` rows of activations and up to `items` items of a block."""
     steps = -(-k // _DEPTH)
-    units = _WARPS * -(-steps // (_WARPS * _MAX_STEPS))
+    chunk = min(_MAX_STEPS, -(-steps // _WARPS))
     together = max(min(_SUMS // (_WARPS * 32 * m), items), 1)
-    shared = kept * (-(-steps * 64 // 128) * 128 + 64) + steps * 64 * normed + _WARPS * 32 * m * together
-    return _Cut(-(-steps // units), together, shared) if shared <= limit - _STATIC else None
+    rest = kept * (-(-steps * 64 // 128) * 128 + 64) + steps * 64 * normed + _WARPS * 32 * m * together
+    ring = min(_IN_FLIGHT // chunk, _MAX_RING, (limit - _STATIC - rest) // (_WARPS * (512 * chunk + 64)))
+    return _Cut(chunk, ring, together, rest + ring * _WARPS * (512 * chunk + 64)) if ring > 0 else None
 
 
 def _check(x, gate_up, down, experts, probs, norm_weight, act) -> None:
@@ -111,18 +114,21 @@ def _plan(x, gate_up, down, experts, residual, norm_weight, act, rounded, device
             (token, down_), device, min(info.sm_count, items), 32 * _WARPS, cut.shared, overlap=True
         )  # fmt: skip
 
+    def flags(k: int) -> int:
+        return _BY_TMA * ("tma" in info.target.features and k * 2 % 64 == 0) + _ROUNDED * rounded
+
     pairs, octets = rows * top_k, -(-inner // 4)
     return Steps(
         Step(
             launch(False, first, pairs * octets), "x", "gate_up", "experts", 0, 0,
             "norm_weight" if norm_weight is not None else 0, "inner", rows, inner, width, top_k, count, 2 * width,
-            2 * both * width, 2 * width, 0, first.chunk, first.items, 0, _ACTS[act],
+            2 * both * width, 2 * width, 0, first.chunk, first.ring, first.items, flags(width), _ACTS[act],
             "eps", "offset",
         ),
         Step(
             launch(True, second, -(-width // 8)), "inner", "down", "experts", "probs",
             "residual" if residual is not None else 0, 0, "out", rows, width, inner, top_k, count, 2 * inner,
-            2 * width * inner, 2 * inner, width, second.chunk, second.items, int(rounded), 0, 0.0, 0.0,
+            2 * width * inner, 2 * inner, width, second.chunk, second.ring, second.items, flags(inner), 0, 0.0, 0.0,
         ),
         scratch={"inner": Memory((pairs, inner), x.dtype)},
     )  # fmt: skip
