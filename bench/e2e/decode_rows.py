@@ -2,7 +2,8 @@
 
 ``python -m bench e2e infer --rows --seconds 300 --out FILE --continue`` measures what FILE does not have until the time
 is over, so that the table can be filled in parts. A row is a model, an arm, a prompt length and a batch size; every
-model and arm is a process of its own. "hf_compile" is transformers with a static cache and
+model and arm is a process of its own. With ``--together``, six of them prepare and compile at once, and measure one
+after the other. "hf_compile" is transformers with a static cache and
 ``torch.compile(mode="reduce-overhead")``; "generate" is a patched model, "generate_fp8" one of
 ``serve_fp8(head=True)``.
 
@@ -16,9 +17,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ MODELS = ("qwen3_09b", "llama", "qwen3_06b", "gemma3", "qwen3_moe", "qwen3_8b_8"
 ARMS = ("generate", "generate_fp8", "hf_compile")
 VOCABULARY = 151936
 TINY = {"prompts": "12", "batches": "1,2", "new": 4}
+_PROCESSES = 6  # processes with --together
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,19 +118,24 @@ class Generated:
         from rtkernels.models.generation import loop
 
         short = max(new // 4, 1)
-        self._ms(ids, new)  # compiles and captures
-        long, brief = (min(self._ms(ids, count) for _ in range(3)) for count in (new, short))
-        record = {"ms_per_token": (long - brief) / max(new - short, 1)}
-        graph = loop.steps_of(self.model)[-1].graph if loop.steps_of(self.model) else None
-        if graph is not None:
-            start = processes.mark(self.device)
-            for _ in range(10):  # they overwrite keys behind the last token, which nobody reads
-                graph.replay()
-            end = processes.mark(self.device)
-            processes.wait(self.device)
-            record["replay_ms"] = processes.between(start, end) / 10
+        with processes.sharing():
+            self._ms(ids, new)  # compiles and captures
+        with processes.alone():
+            long, brief = (min(self._ms(ids, count) for _ in range(3)) for count in (new, short))
+            record = {"ms_per_token": (long - brief) / max(new - short, 1)}
+            graph = loop.steps_of(self.model)[-1].graph if loop.steps_of(self.model) else None
+            if graph is not None:
+                record["replay_ms"] = self._replayed(graph)
         reasons = {str(reason) for reason in self.report.in_steps.values() if reason}
         return record | {"note": "; ".join([*sorted(reasons), *self.report.not_captured])}
+
+    def _replayed(self, graph: Any) -> float:
+        start = processes.mark(self.device)
+        for _ in range(10):  # they overwrite keys behind the last token, which nobody reads
+            graph.replay()
+        end = processes.mark(self.device)
+        processes.wait(self.device)
+        return processes.between(start, end) / 10
 
 
 class Compiled:
@@ -140,8 +150,8 @@ class Compiled:
         prompt, device = ids.shape[1], str(ids.device.type)
         runner = Runner("hf_compile", self.model, prompt + new + 8, self.tiny)
         runner.model = self.model  # the prompt is not measured, and not compiled
-        found = []
-        for _ in range(3):
+
+        def measured() -> float:
             cache = runner.cache()
             token = runner.prefill(ids, cache)
             processes.wait(device)
@@ -149,8 +159,11 @@ class Compiled:
             runner.decode(token, prompt, cache, new)
             end = processes.mark(device)
             processes.wait(device)
-            found.append(processes.between(start, end) / new)
-        return {"ms_per_token": min(found[1:]), "note": ""}
+            return processes.between(start, end) / new
+
+        measured()  # compiles, for long on the host alone
+        with processes.alone():
+            return {"ms_per_token": min(measured() for _ in range(2)), "note": ""}
 
 
 def run_one(args: argparse.Namespace) -> int:
@@ -169,9 +182,11 @@ def run_one(args: argparse.Namespace) -> int:
     dtype = torch.bfloat16 if device == "cuda" or arm != "hf_compile" else torch.float32
     vocabulary = 512 if args.tiny else VOCABULARY
     options = {"tiny": args.tiny, "device": device, "dtype": dtype, "layers": args.layers}
-    model = arms.build(name, vocabulary, length, **options).eval().requires_grad_(False)
-    runner = Compiled(model, args.tiny) if arm == "hf_compile" else Generated(arm, model)
-    rate = copy_rate(device)
+    with processes.sharing():
+        model = arms.build(name, vocabulary, length, **options).eval().requires_grad_(False)
+        runner = Compiled(model, args.tiny) if arm == "hf_compile" else Generated(arm, model)
+    with processes.alone():
+        rate = copy_rate(device)
     with torch.no_grad():
         for prompt, batch in missing:
             if time.perf_counter() - started > args.seconds:
@@ -188,6 +203,8 @@ def run_one(args: argparse.Namespace) -> int:
                 record |= {"tokens_per_s": round(batch / ms * 1000), "bytes": read, "floor_ms": floor}
                 record |= {"efficiency": round(floor / ms, 4), "rate": round(rate / 1e12, 3)}
             _add(args.out, key_of(name, arm, prompt, batch), record)
+            if device == "cuda":
+                torch.cuda.empty_cache()
     return 0
 
 
@@ -196,10 +213,14 @@ def _rows_of(out: Path) -> dict[str, Any]:
 
 
 def _add(out: Path, key: str, record: dict[str, Any]) -> None:
-    result = json.loads(out.read_text()) if out.exists() else {"kind": "decode_rows", "rows": {}}
+    import fcntl
+
     rounded = {name: round(value, 5) if isinstance(value, float) else value for name, value in record.items()}
-    result["rows"][key] = rounded
-    processes.write(out, result)
+    with out.with_name(out.name + ".lock").open("w") as lock:  # others may write at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        result = json.loads(out.read_text()) if out.exists() else {"kind": "decode_rows", "rows": {}}
+        result["rows"][key] = rounded
+        processes.write(out, result)
     print(line(key, rounded), flush=True)
 
 
@@ -212,8 +233,22 @@ def line(key: str, row: dict[str, Any]) -> str:
     return f"{key:36}{numbers}{row['efficiency']:8.0%}{row['tokens_per_s']:10}  {row['note']}"
 
 
-def _started(command: list[str]) -> None:
-    subprocess.run(command, check=False)
+def _started(command: list[str], environment: dict[str, str]) -> Any:
+    return subprocess.Popen(command, env={**environment, **os.environ})
+
+
+def _run(commands: Iterator[list[str]], limit: int) -> None:
+    """Run commands, up to `limit` at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {processes.LOCK: str(Path(folder) / "lock")} if limit > 1 else {}
+        running: list[Any] = []
+        for command in commands:
+            running.append(_started(command, environment))
+            while len(running) >= limit:
+                running = [process for process in running if process.poll() is None]
+                time.sleep(0.05)
+        for process in running:
+            process.wait()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,16 +265,26 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(f"{args.out} exists; --continue measures what it does not have")
     started = time.perf_counter()
     print(f"{'model arm prompt batch':36}{'ms':>9}{'replay':>9}{'GB':>8}{'floor':>9}{'eff.':>8}{'tokens/s':>10}  note")
-    for arm, name in itertools.product(args.arms.split(","), args.models.split(",")):
-        left = args.seconds - (time.perf_counter() - started)
-        if left <= 0:
-            break
-        if all(key_of(name, arm, *cell) in _rows_of(args.out) for cell in cells(args)):
-            continue
-        words = [w for w in given if w != "--continue"]
-        command = [sys.executable, "-m", "bench.e2e.decode_rows", *words, "--seconds", f"{left:.0f}"]
-        command += ["--one", f"{name} {arm}"]
-        _started(command)
+
+    def missing() -> Iterator[list[str]]:
+        for arm, name in itertools.product(args.arms.split(","), args.models.split(",")):
+            left = args.seconds - (time.perf_counter() - started)
+            if left <= 0:
+                break
+            if not all(key_of(name, arm, *cell) in _rows_of(args.out) for cell in cells(args)):
+                words = [w for w in given if w != "--continue"]
+                yield [
+                    sys.executable,
+                    "-m",
+                    "bench.e2e.decode_rows",
+                    *words,
+                    "--seconds",
+                    f"{left:.0f}",
+                    "--one",
+                    f"{name} {arm}",
+                ]
+
+    _run(missing(), _PROCESSES if args.together else 1)
     result = json.loads(args.out.read_text()) if args.out.exists() else {"kind": "decode_rows", "rows": {}}
     processes.write(args.out, {**result, "environment": meta.environment()})
     return 0

@@ -3,123 +3,27 @@
 // rms_norm(x) in the type of x. fp32 sums, rounded once.
 //
 // A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
-// warps are spread along octets, the others along k. Every warp streams its weights through its own ring
-// (gemm_decode_stage.cuh); all activations of the block's k stay in shared memory. Octets are finished in passes of
+// warps are spread along octets, the others along k. Every warp loads its weights into registers, two slots of up to
+// `slot_steps` steps by turns (gemm_decode_stage.cuh); all activations of the block's k stay in shared memory. Octets are finished in passes of
 // `pass_octets`: sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of
 // k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
 //
 // Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
-// kConstantWeights, weights are loaded at once, without waiting for it: what the rings hold, and `prefetch` octets behind
-// that into L2, so that memory is busy while the block waits.
+// kConstantWeights, weights are loaded at once, without waiting for it, two slots of each warp, so that memory is busy while
+// the block waits.
 //
-// Shared memory: rings [8][kDecodeRing slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
+// Shared memory: activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
 // [8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
 // cannot load its weights before this one ends.
-#include "common/reduce.cuh"
-#include "common/vec.cuh"
+#include "gemm/gemm_decode_rows.cuh"
 #include "gemm/gemm_decode_stage.cuh"
 #include "gemm/gemm_skinny_finish.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
-#include "ptx/prefetch.cuh"
 
 namespace rtk {
 
 inline constexpr i64 kDecodeGated = 1, kConstantWeights = 2, kSignedCodes = 4, kScaleByRow = 8;
-
-RTK_DEVICE Raw<16> decode_load(const u8* p) {  // not read-only: the previous kernel may write it after this one started
-    const uint4 words = *reinterpret_cast<const uint4*>(p);
-    return {{words.x, words.y, words.z, words.w}};
-}
-
-// How threads share rows: a token belongs to 2^shift warps; this thread starts at its token and element.
-struct DecodeShare {
-    int shift, token, element;
-
-    RTK_DEVICE explicit DecodeShare(int m) {
-        const int warp = threadIdx.x / 32;
-        shift = m == 1 ? 3 : m == 2 ? 2 : m <= 4 ? 1 : 0;
-        token = warp >> shift;
-        element = (warp & (1 << shift) - 1) * 32 + threadIdx.x % 32;
-    }
-    RTK_DEVICE int tokens() const { return kDecodeWarps >> shift; }  // at a time
-    RTK_DEVICE int elements() const { return 32 << shift; }
-};
-
-// Activations of the block's part of k, in shared memory.
-template <typename T, int PARTS>
-struct DecodeRows {
-    const u8* x;
-    i64 pitch;  // bytes
-    int m, k;
-    int first, vectors;  // of the block's part: eight elements each, those past k are zeros
-    ptx::SharedAddress to;
-    int to_pitch;
-
-    // Place of vector v of a token.
-    RTK_DEVICE static int place(int v) {
-        if constexpr (PARTS == 1) return v * 16;
-        const int step = v / (4 * PARTS), inside = v % (4 * PARTS);
-        return (step * 4 * PARTS + inside % PARTS * 4 + inside / PARTS) * 16;
-    }
-
-    // Copies the block's part. For a norm (`squares` not null), reads whole rows and stores sums of their squares.
-    RTK_DEVICE void copy(const DecodeShare& share, float* squares) const {
-        constexpr int kInFlight = 4;
-        const int all = k / 8, stride = share.elements();
-        const int begin = squares != nullptr ? 0 : first;
-        const int end = squares != nullptr ? max(all, first + vectors) : first + vectors;
-#pragma unroll 1
-        for (int token = share.token; token < m; token += share.tokens()) {
-            float square = 0.0f;
-#pragma unroll 1
-            for (int at = begin + share.element; at < end; at += kInFlight * stride) {
-                Raw<16> raw[kInFlight];
-#pragma unroll
-                for (int i = 0; i < kInFlight; ++i) {
-                    clear(raw[i]);
-                    if (at + i * stride < all) raw[i] = decode_load(x + token * pitch + (at + i * stride) * 16);
-                }
-#pragma unroll
-                for (int i = 0; i < kInFlight; ++i) {
-                    float value[8];
-                    unpack<T, 8>(raw[i], value);
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) square = fmaf(value[e], value[e], square);
-                    const int v = at + i * stride - first;
-                    if (v >= 0 && v < vectors) ptx::st_shared_16(to + (token * to_pitch + place(v)), raw[i]);
-                }
-            }
-            if (squares != nullptr) {
-                square = warp_reduce<Sum>(square);
-                if (threadIdx.x % 32 == 0) squares[(token << share.shift) + share.element / 32] = square;
-            }
-        }
-    }
-
-    // Multiplies what was copied; `weight`: in shared memory, for the block's part.
-    RTK_DEVICE void normalize(const DecodeShare& share, const float* squares, ptx::SharedAddress weight, float offset,
-                              float eps) const {
-#pragma unroll 1
-        for (int token = share.token; token < m; token += share.tokens()) {
-            float square = 0.0f;
-#pragma unroll
-            for (int s = 0; s < kDecodeWarps; ++s)
-                if (s < 1 << share.shift) square += squares[(token << share.shift) + s];
-            const float rstd = rsqrtf(square / static_cast<float>(k) + eps);
-#pragma unroll 1
-            for (int v = share.element; v < vectors && 8 * (first + v) < k; v += share.elements()) {
-                float value[8], gain[8];
-                const ptx::SharedAddress own = to + (token * to_pitch + place(v));
-                unpack<T, 8>(ptx::ld_shared_16(own), value);
-                unpack<T, 8>(ptx::ld_shared_16(weight + v * 16), gain);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) value[e] = value[e] * rstd * (offset + gain[e]);
-                ptx::st_shared_16(own, pack<T, 8>(value));
-            }
-        }
-    }
-};
 
 // What a sum is multiplied by, and what is added to it: first to the sum, then to the result.
 struct DecodeTerms {
@@ -144,13 +48,13 @@ RTK_DEVICE float decode_number(u32 bits, int type) {
 __device__ __noinline__ float decode_activation(float x, int act) { return skinny_activation(x, act); }
 
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
-// each, `groups` of them, 0 if one serves all of k. `granule`: steps that parts of k and of warps are multiples of.
+// each, `groups` of them, 0 if one serves all of k. `slot_steps` is even for 8-bit codes.
 template <typename Codes, typename Math, int TOKENS>
 __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 prefetch, i64 flags, i64 types, double eps, double offset,
+                i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps, double offset,
                 double factor) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8];
@@ -183,44 +87,32 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     const int begin = (block_begin + (block_granules * warp_k >> k_shift)) * kGranule;
     const int end = min((block_begin + (block_granules * (warp_k + 1) >> k_shift)) * kGranule, all_steps);
 
-    const int slot_bytes = kDecodeSlotBytes + (scaled ? 4 * kDecodeScales : 0);
-    const ptx::SharedAddress base = ptx::shared_address(memory), ring = base + warp * (kDecodeRing * slot_bytes);
-    const int rings = kDecodeWarps * kDecodeRing * slot_bytes;
+    const int slot_steps = static_cast<int>(slot_steps_);
+    const ptx::SharedAddress base = ptx::shared_address(memory);
     const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
     const int row_bytes = steps * (2 * Warp::kDepth);
     // Of the block with the most steps: blocks of a cluster write to each other, so that all have the same layout.
     const int room = (granules + parts - 1 >> parts_shift) * kGranule * (2 * Warp::kDepth);
     const int pitch = (room + 127 & ~127) + 64;
-    const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base + rings, pitch};
-    u8* const norm_in_shared = memory + rings + m * pitch;
+    const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base, pitch};
+    u8* const norm_in_shared = memory + m * pitch;
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? room : 0));
     float* const received = sums + along_k * pass_octets * octet_sums;
 
-    int fetch_octet = warp_row, fetch_at = begin, fetch_slot = 0;
-    auto fetch = [&]() {
-        if (fetch_octet < octets && begin < end) {
-            const int count = min(kDecodeSteps, end - fetch_at);
-            weights.fetch(ring + fetch_slot * slot_bytes, lane, first_octet + fetch_octet, fetch_at, count, fetch_at / Warp::kGroupSteps);
-            fetch_at += count;
-            if (fetch_at >= end) fetch_at = begin, fetch_octet += 1 << row_shift;
-            if (++fetch_slot == kDecodeRing) fetch_slot = 0;
+    DecodeSlot<Warp> slots[2];
+    int load_octet = warp_row, load_at = begin;
+    auto load = [&](DecodeSlot<Warp>& slot) {
+        if (load_octet < octets && begin < end) {
+            slot.load(weights, lane, first_octet + load_octet, load_at, min(slot_steps, end - load_at));
+            load_at += slot_steps;
+            if (load_at >= end) load_at = begin, load_octet += 1 << row_shift;
         }
-        ptx::cp_async_commit();
     };
     const bool constant = (flags & kConstantWeights) != 0;
     if (!constant) ptx::wait_for_previous();
     ptx::launch_dependents();
-#pragma unroll 1
-    for (int i = 0; i < kDecodeRing - 1; ++i) fetch();
-    if (constant && prefetch != 0) {
-        const int per_octet = (((block_granules - 1) >> k_shift) + 1) * kGranule + kDecodeSteps - 1;  // slots of a warp
-        const int from = (kDecodeRing - 1) / max(per_octet / kDecodeSteps, 1) << row_shift;
-        const i64 at = static_cast<i64>(first_step) * 64, bytes = min(static_cast<i64>(steps) * 64, weights.row_bytes - at);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < 8 * min(static_cast<int>(prefetch), octets - from); i += 32 * kDecodeWarps)
-            ptx::prefetch_l2_stream(weight + weights.row(first_octet + from + i / 8, i % 8) * weight_pitch + at,
-                                    static_cast<u32>(bytes) & ~15u);
-    }
+    load(slots[0]);
+    load(slots[1]);
     if (norm_weight != nullptr) {
 #pragma unroll 1
         for (int v = threadIdx.x; v < rows.vectors; v += 32 * kDecodeWarps) {
@@ -236,23 +128,13 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
         return decode_terms(row_scale, bias, added, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
     };
     auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
-    // Element i of a pass is row i % 8 of octet i / 8. The terms of a thread's first one are loaded before they are needed.
+    // Element i of a pass is row i % 8 of octet i / 8. 
     const int first_row = row_of(first_octet + share.element / 8, share.element % 8);
-    const int first_half = gated && (share.element & 4) != 0 ? static_cast<int>(n) : 0;
     const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
-    const bool has_first = share.token < m && first_row < n;
-    DecodeTerms first_terms = {1.0f, 0.0f, 0.0f};
-    if (has_first && (row_scale != nullptr || bias != nullptr)) first_terms = terms_of(share.token, first_row, first_row + first_half, nullptr);
     if (parts > 1) ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
     if (constant) ptx::wait_for_previous();
 
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    u32 first_residual = 0u;  // converted when it is needed, so that nothing waits for it
-    if (residual != nullptr && has_first) {
-        const i64 at = share.token * residual_pitch + first_row;
-        first_residual = type(1) == kTypeFp32 ? static_cast<const u32*>(residual)[at] : static_cast<const u16*>(residual)[at];
-    }
-
     rows.copy(share, norm_weight != nullptr ? squares : nullptr);
     if (norm_weight != nullptr) {
         __syncthreads();
@@ -260,42 +142,52 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     }
     __syncthreads();
 
-    const ptx::SharedAddress own_x = base + (rings + min(g, m - 1) * pitch + t * 16);
-    const ptx::SharedAddress high_x = base + (rings + min(g + 8, m - 1) * pitch + t * 16);
-    const u32 own_row = g * kDecodeRowBytes + t * 16, swizzle = (g & 1) * 64;
-    int slot = 0;
+    const ptx::SharedAddress own_x = base + (min(g, m - 1) * pitch + t * 16);
+    const ptx::SharedAddress high_x = base + (min(g + 8, m - 1) * pitch + t * 16);
+    int octet = warp_row, at = begin;  // of the next slot
+    Warp own;
+    own.clear();
 #pragma unroll 1
     for (int first = 0; first < octets; first += pass_octets) {
         const int here = min(pass_octets, octets - first);  // octets of this pass
-#pragma unroll 1
-        for (int octet = warp_row; octet < here; octet += 1 << row_shift) {
-            Warp own;
-            own.clear();
-#pragma unroll 1
-            for (int at = begin; at < end; at += kDecodeSteps) {
-                ptx::cp_async_wait<kDecodeRing - 2>();
-                __syncwarp();
-                fetch();
-                const ptx::SharedAddress now = ring + slot * slot_bytes;
-                if (++slot == kDecodeRing) slot = 0;
-                const int count = min(kDecodeSteps, end - at);
-                const int x_at = (at - first_step) * (2 * Warp::kDepth);
-#pragma unroll 2
-                for (int s = 0; s < count; ++s) {
-                    const Raw<16> raw = ptx::ld_shared_16(now + (own_row + ((64 * s) ^ swizzle)));
-                    own.step(options, raw, own_x + (x_at + s * (2 * Warp::kDepth)), high_x + (x_at + s * (2 * Warp::kDepth)));
-                    if (scaled && ((s + 1) % Warp::kGroupSteps == 0 || s + 1 == count)) {
-                        const Raw<8> two = ptx::ld_shared_8(now + (kDecodeSlotBytes + (s / Warp::kGroupSteps * 8 + 2 * t) * 4));
-                        own.promote(make_float2(__uint_as_float(two.w[0]), __uint_as_float(two.w[1])));
-                    }
-                }
-            }
+        auto multiply = [&](DecodeSlot<Warp>& slot) {
+            const int x_at = (at - first_step) * (2 * Warp::kDepth);
+            slot.multiply(own, options, scaled, min(slot_steps, end - at), t, own_x + x_at, high_x + x_at);
+            load(slot);
+            at += slot_steps;
+            if (at < end) return;
             if (!scaled) own.promote(make_float2(1.0f, 1.0f));
             own.settle_flags(t);
-            float* to = sums + (warp_k * pass_octets + octet) * octet_sums + g * 8 + 2 * t;
+            float* to = sums + (warp_k * pass_octets + octet - first) * octet_sums + g * 8 + 2 * t;
             if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
             if constexpr (TOKENS == 2)
                 if (g + 8 < m) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
+            own.clear();
+            at = begin, octet += 1 << row_shift;
+        };
+        if (begin >= end) {  // no k for this warp
+#pragma unroll 1
+            for (; octet < first + here; octet += 1 << row_shift) {
+                float* to = sums + (warp_k * pass_octets + octet - first) * octet_sums + 2 * lane;
+#pragma unroll 1
+                for (int i = 2 * lane; i < octet_sums; i += 64, to += 64) *reinterpret_cast<float2*>(to) = make_float2(0.0f, 0.0f);
+            }
+        }
+#pragma unroll 1
+        while (octet < first + here) {
+            multiply(slots[0]);
+            if (octet >= first + here) {
+                const DecodeSlot<Warp> later = slots[1];
+                slots[1] = slots[0];
+                slots[0] = later;
+                break;
+            }
+            multiply(slots[1]);
+        }
+        u32 first_residual = 0u;  // of a thread's first element: loaded before the barrier, converted behind it
+        if (first == 0 && residual != nullptr && share.token < m && first_row < n) {
+            const i64 at_first = share.token * residual_pitch + first_row;
+            first_residual = type(1) == kTypeFp32 ? static_cast<const u32*>(residual)[at_first] : static_cast<const u16*>(residual)[at_first];
         }
         auto of_warps = [&](int octet, int place) {
             float sum = 0.0f;
@@ -336,10 +228,11 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
 #pragma unroll 1
                     for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * octet_sums + place];
                 }
-                DecodeTerms terms = first_terms;
-                if (residual != nullptr) terms.residual = decode_number(first_residual, type(1));
-                if (has_terms && exists && (first != 0 || i != share.element || token != share.token))
-                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0), residual);
+                DecodeTerms terms = {1.0f, 0.0f, 0.0f};
+                const bool is_first = first == 0 && i == share.element && token == share.token;
+                if (has_terms && exists)
+                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0), is_first ? nullptr : residual);
+                if (residual != nullptr && is_first) terms.residual = decode_number(first_residual, type(1));
                 float value = fmaf(sum * Warp::Weights::kFactor, terms.scale, terms.bias);
                 if (gated) {
                     const float up = __shfl_down_sync(0xffffffffu, value, 4);

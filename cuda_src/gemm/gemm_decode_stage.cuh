@@ -1,25 +1,20 @@
-// Operand loads of the product for decoding steps (gemm_decode.cu).
+// Operand loads of the product for decoding steps (gemm_decode.cu, gemm_step_experts.cu).
 //
 // An octet is eight weight rows (gated: four of the gate and their counterparts), a step 64 bytes of each. A warp loads
-// up to kDecodeSteps steps of an octet at a time into a slot of its own ring, so that no warp waits for another one's
-// weights, and neighbouring warps load neighbouring stretches of the same rows. Vector v of row r of a slot is at v ^ 4
-// (r & 1): the two rows that eight lanes read together are in different banks. The weights of a slot are followed by
-// its scales [group of 128 of k][row], if they vary along k.
+// up to six steps of an octet at a time into registers (a slot), so that no warp waits for another one's weights, and
+// neighbouring warps load neighbouring stretches of the same rows.
 //
 // Lane 4g + t of a step has the 16 bytes t of row g: eight weights (16 bits), or 2 or 4 times eight. The activations of
 // a step are stored in the order in which lanes read them, eight at a time: part j of all four lanes, then part j + 1.
 #pragma once
+#include "common/vec.cuh"
 #include "gemm/gemm_skinny_weights.cuh"
-#include "ptx/cp_async.cuh"
+#include "ptx/ldst.cuh"
+#include "ptx/shared.cuh"
 
 namespace rtk {
 
 inline constexpr int kDecodeWarps = 8;
-inline constexpr int kDecodeRing = 3;   // slots of a warp
-inline constexpr int kDecodeSteps = 8;  // of a slot; even. Shorter stretches of rows take up to twice as long (H200)
-inline constexpr int kDecodeRowBytes = 64 * kDecodeSteps;
-inline constexpr int kDecodeSlotBytes = 8 * kDecodeRowBytes;
-inline constexpr int kDecodeScales = 64;  // of a slot
 
 // The weights as a warp loads them.
 struct DecodeWeights {
@@ -35,29 +30,6 @@ struct DecodeWeights {
     RTK_DEVICE i64 row(int octet, int r) const {
         if (!gated) return min(8 * octet + r, n - 1);
         return static_cast<i64>(min(4 * octet + (r & 3), n - 1)) + (r & 4 ? n : 0);
-    }
-
-    // Issues the loads of `steps` steps from `first` on; `first_group` is the group of the first one's k.
-    RTK_DEVICE void fetch(ptx::SharedAddress to, int lane, int octet, int first, int steps, int first_group) const {
-        constexpr int kVectors = 4 * kDecodeSteps;
-        const i64 begin = static_cast<i64>(first) * 64;
-#pragma unroll
-        for (int i = 0; i < kVectors / 4; ++i) {
-            const int at = lane + 32 * i, r = at / kVectors, v = at % kVectors;
-            if (v < 4 * steps) {
-                const i64 offset = begin + v * 16;
-                ptx::cp_async_16_stream(to + (r * kDecodeRowBytes + (v ^ (r & 1) * 4) * 16), data + row(octet, r) * pitch + offset,
-                                        offset < row_bytes ? 16 : 0);
-            }
-        }
-        if (scale != nullptr) {
-#pragma unroll
-            for (int i = 0; i < kDecodeScales / 32; ++i) {
-                const int at = lane + 32 * i, group = min(first_group + at / 8, groups - 1);
-                const float* from = scale + (row(octet, at % 8) >> scale_shift) * scale_row + group * scale_group;
-                ptx::cp_async_4_partial(to + (kDecodeSlotBytes + at * 4), from, 4);
-            }
-        }
     }
 };
 
@@ -109,6 +81,12 @@ struct DecodeWarp {
         }
     }
 
+    // Forgets the sums of a group.
+    RTK_DEVICE void drop() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[0][i] = part[1][i] = 0.0f;
+    }
+
     // NaN for rows with a NaN weight that the conversion does not preserve.
     RTK_DEVICE void settle_flags(int t) {
         if constexpr (Weights::kFlagged) {
@@ -116,6 +94,52 @@ struct DecodeWarp {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if ((lanes >> (4 * (2 * t + i % 2)) & 15u) != 0u) total[i] = __uint_as_float(0x7fffffffu);
+        }
+    }
+};
+
+// Up to kSteps steps of an octet in registers, as a warp loads them: no shared memory, and no barrier. `scale`:
+// lane l has that of row l % 8 and group l / 8, if scales vary along k.
+template <typename Warp>
+struct DecodeSlot {
+    static constexpr int kSteps = Warp::kParts == 4 ? 4 : 6;  // at the most; more would not fit into registers
+    Raw<16> raw[kSteps];
+    float scale;
+
+    // Loads `count` steps from `first` on; zeros behind them and behind the end of rows.
+    RTK_DEVICE void load(const DecodeWeights& from, int lane, int octet, int first, int count) {
+        const int at = first * 64 + lane % 4 * 16;
+        const u8* const own = from.data + from.row(octet, lane / 4) * from.pitch + at;
+        const u64 policy = ptx::l2_first();
+        const int limit = min(64 * count, static_cast<int>(from.row_bytes) - at);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            clear(raw[s]);
+            ptx::ld_stream_16_if(64 * s < limit, raw[s], own + 64 * s, policy);
+        }
+        if constexpr (Warp::kParts > 1) {
+            if (from.scale != nullptr) {
+                const float* const scales = from.scale + (from.row(octet, lane % 8) >> from.scale_shift) * from.scale_row;
+                scale = scales[min(first / Warp::kGroupSteps + lane / 8, from.groups - 1) * from.scale_group];
+            }
+        }
+    }
+
+    // Adds the products of `count` steps; `low`, `high`: activations of tokens g and g + 8, from the first step on.
+    RTK_DEVICE void multiply(Warp& own, const CodeOptions& options, bool scaled, int count, int t, ptx::SharedAddress low,
+                             ptx::SharedAddress high) const {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            if (s < count) {
+                own.step(options, raw[s], low + s * (2 * Warp::kDepth), high + s * (2 * Warp::kDepth));
+                if constexpr (Warp::kParts > 1) {
+                    if (scaled && ((s + 1) % Warp::kGroupSteps == 0 || s + 1 == count)) {
+                        const int group = s / Warp::kGroupSteps;
+                        own.promote(make_float2(__shfl_sync(0xffffffffu, scale, group * 8 + 2 * t),
+                                                __shfl_sync(0xffffffffu, scale, group * 8 + 2 * t + 1)));
+                    }
+                }
+            }
         }
     }
 };

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rtkernels.models import attention as attentions
-from rtkernels.models import replace, served
+from rtkernels.models import decode_experts, replace, served
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized, positional
@@ -259,6 +259,8 @@ def _layer(module, x, tables, mask, cache, heads_of, branch, kwargs) -> tuple[Te
     if why is None:
         gated = product(x, [mlp._modules[name] for name in _GATE_UP], before, act=dict(kinds[1].options)["act"])
         return added(gated, mlp.down_proj, x, behind), None
+    if not normed and factor == 1.0 and (why := _why_not_experts(mlp, second, x, why)) is None:
+        return decode_experts.call(mlp, x, second.weight, *_numbers(second)), None
     y = mlp(before(x))
     y = y[0] if isinstance(y, tuple) else y  # GPT-OSS's also returns scores
     if normed:
@@ -279,6 +281,17 @@ def _why_not_fused(mlp: nn.Module, kind: Recognized | None, norm: nn.Module, x: 
     except _Unsupported as found:
         return str(found)
     return None
+
+
+def _why_not_experts(mlp: nn.Module, norm: nn.Module, x: Tensor, why: str) -> str | None:
+    """Return why an MLP that is not fused is no expert layer of few launches either, None if it is."""
+    if "experts" not in mlp._modules:
+        return why
+    try:
+        _check_norm(norm, x)
+    except _Unsupported as found:
+        return str(found)
+    return decode_experts.unsupported(mlp, x)
 
 
 def writes_cache(layer: Any, size: int) -> bool:

@@ -212,6 +212,11 @@ def _route(module: nn.Module, logits: Tensor, scoring: Scoring, correction: Tens
     )  # fmt: skip
 
 
+def route(module: nn.Module, logits: Tensor, scoring: Scoring) -> Any:
+    """Return what ``topk_router`` selects from the logits of a replaced router."""
+    return _route(module, logits, scoring, module._buffers.get(_CORRECTION))
+
+
 def _router(original: type[nn.Module], numbers: Numbers, scoring: Scoring, flattens: bool = True) -> Callable[..., Any]:
     own = original.forward
 
@@ -223,7 +228,7 @@ def _router(original: type[nn.Module], numbers: Numbers, scoring: Scoring, flatt
             return own(self, hidden_states)
         x = hidden_states.reshape(-1, weight.shape[1])
         logits = _logits(x, weight, bias, numbers.products)
-        routed = _route(self, logits, scoring, self._buffers.get(_CORRECTION))
+        routed = route(self, logits, scoring)
         probs = routed.probs.to(x.dtype) if numbers.probs == "model" else routed.probs
         results = {"logits": logits, "probs": probs, "indices": routed.indices.long()}
         return tuple(results[name] for name in numbers.order)

@@ -212,12 +212,20 @@ def test_rows_of_decoding(tmp_path, monkeypatch, capsys) -> None:
     out = tmp_path / "rows.json"
     measured = []
 
-    def run(command):
+    class Ended:
+        def poll(self):
+            return 0
+
+        def wait(self):
+            return 0
+
+    def run(command, environment):
         args = decode_rows.parser().parse_args(command[3:])
         measured.append(args.one)
         for cell in decode_rows.cells(args)[: 1 if len(measured) == 1 else None]:
             numbers = {"ms_per_token": 2.0, "bytes": 10**9, "floor_ms": 0.25, "efficiency": 0.125, "tokens_per_s": 500}
             decode_rows._add(args.out, decode_rows.key_of(*args.one.split(" "), *cell), numbers | {"note": ""})
+        return Ended()
 
     monkeypatch.setattr(decode_rows, "_started", run)
     words = [
@@ -236,6 +244,7 @@ def test_rows_of_decoding(tmp_path, monkeypatch, capsys) -> None:
     assert infer.main(words) == 0 and len(decode_rows._rows_of(out)) == 1
     assert infer.main([*words, "--continue"]) == 0 and len(decode_rows._rows_of(out)) == 2
     assert infer.main([*words, "--continue"]) == 0 and len(measured) == 2
+    assert infer.main([*words, "--continue", "--together", "--models", "llama,gemma3"]) == 0 and len(measured) == 3
     assert "llama generate 128 8" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--continue"):
         infer.main(words)

@@ -14,7 +14,7 @@ from support.tiny_models import build, tokens
 
 from rtkernels.models import decoding
 from rtkernels.models.served import ServedLinear
-from rtkernels.ops.gemm import decode_linear, decode_plan
+from rtkernels.ops.gemm import decode_linear, decode_plan, step_experts
 
 pytestmark = pytest.mark.one_in(3)  # whole models: a second each
 
@@ -104,8 +104,8 @@ def test_logits_are_as_close_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors[1] <= 1.15 * errors[0]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_experts_run_as_usual_behind_fused_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _with_experts(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Return a model, its report and the products of its steps, whose tokens were compared with the usual modules'."""
     model = model_of(kind, torch.bfloat16)
     models.patch(model, attention=True, fused_layers=True)
     with monkeypatch.context() as context:
@@ -116,9 +116,44 @@ def test_experts_run_as_usual_behind_fused_attention(kind: str, monkeypatch: pyt
     calls = _calls(monkeypatch)
     got = _generated(model, **padded())
     assert torch.equal(got[:, : 9 + 4], wanted[:, : 9 + 4])
+    return model, report, calls
+
+
+def test_experts_run_as_usual_behind_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, report, calls = _with_experts("gpt_oss", monkeypatch)
     assert len(calls) == (2 * model.config.num_hidden_layers + 1) * (programs(model)[0].count + 1)
-    reason = "its MLP is not one with gate_proj, up_proj and down_proj"
+    reason = "its experts have biases or another layout"
     assert set(report.in_steps.values()) == {reason} and f"not fused further: {reason}" in str(report)
+
+
+def test_experts_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Router, selection, and experts with norm and residual: one operator each."""
+    found, own = [], step_experts.FORWARD.call
+
+    def call(*arguments):
+        found.append(arguments)
+        return own(*arguments)
+
+    monkeypatch.setattr(step_experts.FORWARD, "call", call)
+    model, report, calls = _with_experts("qwen3_moe", monkeypatch)
+    layers, steps = model.config.num_hidden_layers, programs(model)[0].count + 1
+    assert len(calls) == (3 * layers + 1) * steps and len(found) == layers * steps
+    assert set(report.in_steps.values()) == {None}
+
+
+def test_layers_with_more_than_experts_run_as_usual() -> None:
+    model = model_of("qwen3_moe", torch.bfloat16)
+    kind = type(model.model.layers[0].mlp)
+
+    class Doubled(kind):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Doubled
+    report = models.patch(model, attention=True, fused_layers=True)
+    _generated(model)
+    assert set(report.in_steps.values()) == {"its MLP computes more than its router and its experts"}
 
 
 def test_hooks_run_as_usual() -> None:

@@ -18,14 +18,13 @@ MAX_ROWS = 16
 
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
-_RING = 3  # slots of a warp
-_STEPS = 8  # of 64 bytes, of a slot
-_SCALES = 64  # of a slot
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
+_CLUSTER = 100  # what another block of a cluster costs, in units of the estimate
+_ALONE = 130  # what a block costs that leaves no memory for one of the next launch
+_LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks
 _SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
-_PREFETCH = 0  # bytes of weights that a block requests from memory before it waits, behind those of its rings
-_STATIC = 1024  # shared memory that is not dynamic, and what the driver takes
+_STATIC = 2048  # shared memory that is not dynamic, and what the driver takes
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes",
@@ -38,7 +37,8 @@ KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
-    "octets_:i64 row_shift_:i64 pass_octets_:i64 prefetch:i64 flags:i64 types:i64 eps:f64 offset:f64 factor:f64",
+    "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
+    "factor:f64",
     variants=[
         (codes or math, math, tokens)
         for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
@@ -48,11 +48,16 @@ KERNELS = (KERNEL,)
 
 
 class Shape(NamedTuple):
-    """How a launch is cut: blocks that share k, octets of a block, warps of a block along octets, shared memory."""
+    """How a launch is cut.
+
+    Blocks that share k, octets of a block, warps of a block along octets (power of two), steps of a slot,
+    shared memory.
+    """
 
     parts: int
     octets: int
     row_shift: int
+    steps: int
     shared: int
 
 
@@ -102,25 +107,34 @@ def _steps_of(p: Product) -> tuple[int, int]:
 
 
 def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
-    """Return the shape of a launch that reads the fewest bytes on its busiest SM, None if none fits."""
-    columns = 4 if p.gate else 8
-    octets = -(-p.n // columns)
+    """Return the shape of a launch that takes the shortest on its busiest SM, None if none fits.
+
+    The unit of the estimate is the time in which an SM reads 512 bytes.
+    """
+    octets = -(-p.n // (4 if p.gate else 8))
     granules, granule = _steps_of(p)
+    if p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
+        sms *= 2
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):
         if parts > granules or (parts > 2 and found):  # clusters of four leave SMs without a block
             break
         own = -(-octets // max(sms // parts, 1))
-        steps = -(-granules // parts) * granule
         for row_shift in range(4):
-            shared = _shared(p, own, steps, row_shift, parts, normed)
-            if shared > shared_limit(target) - _STATIC:
-                continue
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
-            per_octet = -(-steps // along_k)
-            busiest = -(-own // along_rows) * (per_octet + -(-per_octet // _STEPS))
-            passes = -(-own // _together(p.m, along_k, own))
-            found.append((_WARPS * busiest + 12 * passes + 16 * (parts - 1), Shape(parts, own, row_shift, shared)))
+            own_granules = -(-granules // parts)
+            per_octet = -(-own_granules // along_k) * granule
+            slots = -(-per_octet // (4 if BYTES[p.b.token] < 1 else 6))
+            rounds = -(-own // along_rows)
+            balanced = -(-per_octet // slots)
+            steps = -(-balanced // granule) * granule
+            shared = _shared(p, own, own_granules * granule, row_shift, parts, normed)
+            limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
+            if shared > limit:
+                continue
+            time = _WARPS * rounds * (per_octet + slots) + 12 * -(-own // _together(p.m, along_k, own))
+            time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
+            found.append((time, Shape(parts, own, row_shift, steps, shared)))
     return min(found)[1] if found else None
 
 
@@ -131,12 +145,11 @@ def _together(m: int, along_k: int, octets: int) -> int:
 
 def _shared(p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool) -> int:
     """Return the bytes of shared memory of a block."""
-    slot = 8 * 64 * _STEPS + (4 * _SCALES if _varies(p.scale_b, p.k) else 0)
     row = steps * int(128 / BYTES[p.b.token])
     along_k = _WARPS >> row_shift
     together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    return _WARPS * _RING * slot + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
+    return p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
 def steps(product: Product, device: int) -> Steps:
@@ -181,7 +194,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
         p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
         s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
         -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets),
-        _PREFETCH // int(8 * size * -(-p.k // shape.parts)), flags,
+        shape.steps, flags,
         sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
     return Steps(
