@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     if (has_any(block)) parts.wait(block, consumer);
                 __threadfence();
                 u32 block = blockIdx.x + 1;
-                if constexpr (COLS <= 128 && CONSUMERS <= 2) {  // others have no registers for it
+                if constexpr (COLS <= 128 && CONSUMERS <= 2 && SCALES != kColumnScales) {  // others have no registers for it
 #pragma unroll 1
                     for (; share.has_part(block + 1, count) && has_any(block) && has_any(block + 1); block += 2)
                         parts.add_two(sums[0], block, block + 1);

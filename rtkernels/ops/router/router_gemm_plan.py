@@ -21,7 +21,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, row_count
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, matrix_boxes
 
-_FEW_ROWS, _FEW_DEPTH = 32, 8192  # up to which products of few rows are faster (H200)
+_SKINNY_ROWS, _SKINNY_DEPTH = 32, 8192  # up to which products of few rows are faster (H200)
 
 
 class Operand(NamedTuple):
@@ -142,7 +142,7 @@ def plan_fwd(x: Meta, weight: Meta, bias: Meta | None, precision: int, device: i
     count = terms(weight.token, left.token, precision)
     right = work.aligned("weight", weight) if same else work.split("weight", weight, left.token, count)
     rows, experts, depth = left.rows, right.rows, left.cols
-    if same and precision == kernels.FAST and rows <= _FEW_ROWS and depth <= _FEW_DEPTH and not level():
+    if same and precision == kernels.FAST and rows <= _SKINNY_ROWS and depth <= _SKINNY_DEPTH and not level():
         product = Product(
             rows, experts, depth, *(Matrix(t.token, t.pitch) for t in (left, right)), Matrix("fp32", experts),
             bias=None if bias is None else bias.token,
