@@ -82,9 +82,12 @@ def _is_plain(mlp: nn.Module, names: tuple[str, str], order: tuple[str, ...]) ->
     kind = type(mlp)
     if kind not in _proven:
         x = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-        results = {name: torch.full((2, 3), float(i), device="cpu") for i, name in enumerate(order)}
+        results = {}
+        for i, name in enumerate(order):
+            results[name] = torch.full((2, 3), float(i), dtype=torch.float32, device="cpu")
         gate = _Routed(tuple(results.values()))
-        experts = _Routed((torch.randn(2, 4, generator=torch.Generator().manual_seed(1), device="cpu"),))
+        rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu")
+        experts = _Routed((rows,))
         twin = twin_of(mlp, {}, children=dict(zip(names, (gate, experts), strict=True)), training=False)
         try:
             with torch.no_grad():

@@ -43,9 +43,10 @@ def _convolution_step_trials() -> Trials:
 
 def _shares_keys(theirs: Function) -> bool:
     """Return True if a gated delta rule takes fewer heads of keys than of values; models repeat keys for others."""
-    q, v, numbers = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 4, 8), torch.zeros(1, 1, 4)
+    state = torch.zeros(1, 4, 8, 8, dtype=torch.float32, device="cpu")
+    q, v, numbers = state[:, :1, :2] + 1, state[:, :1, :4] + 1, state[:, :1, :4, 0]
     try:
-        theirs(q, q, v, g=numbers, beta=numbers, initial_state=torch.zeros(1, 4, 8, 8))
+        theirs(q, q, v, g=numbers, beta=numbers, initial_state=state)
     except (RuntimeError, ValueError):
         return False
     return True

@@ -260,7 +260,7 @@ def test_warm_says_that_compiling_is_forbidden_instead_of_advising_itself(capsys
 
 def test_warm_of_one_op_includes_the_parts_it_launches():
     """The backward of rms_norm ends in column_sum: warming rms_norm alone must be enough to run it."""
-    parts = ["norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", SMALL]
+    parts = ["norm_fp8", "norm_modulated", "norm_modulated_bwd", "combine", SMALL, "block_sum"]
     assert [op.name for op in warming.with_parts(["rms_norm"])] == ["rms_norm", *parts]
     assert [op.name for op in warming.with_parts([SMALL]) if op.kernels] == [SMALL]
     assert warming.with_parts(None) == warming.select(None)

@@ -378,7 +378,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-NO_OPS = ("warm", "check_labels", "set_batch_invariant")
+NO_OPS = ("warm", "tune", "check_labels", "set_batch_invariant")
 
 
 def _numbers() -> Iterator[tuple[str, str, set[str]]]:

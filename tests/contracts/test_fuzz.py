@@ -24,8 +24,8 @@ from contracts.fuzz.variations import Variation, variations
 
 SEED = 1
 FAMILIES = (
-    "act", "attention", "gemm", "index", "layout", "loss", "moe", "multi", "norm", "pointwise", "quant", "reduce",
-    "rope", "router",
+    "act", "attention", "conv", "gemm", "index", "layout", "loss", "moe", "multi", "norm", "pointwise", "quant",
+    "reduce", "rope", "router", "shared",
 )  # fmt: skip
 
 

@@ -104,6 +104,7 @@ def _probe() -> None:
 CALLS: dict[str, Callable[[], None]] = {
     "act": _samples("glu"),
     "attention": _samples("attention"),
+    "conv": _samples("conv"),
     "gemm": _samples("scaled_mm"),
     "index": _samples("embedding"),
     "layout": _samples("transpose"),

@@ -16,7 +16,7 @@ from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
-# Values of `acc`, which are backends by name: bits of the products whose sums are fp16.
+# Values of `acc`, which are backends that callers ask for by it: bits of the products whose sums are fp16.
 FP16_SUMS = {"fp16_qk": 1, "fp16_pv": 2, "fp16": 3}
 ATTENTION: Backends[Attention] = Backends(
     "attention",
@@ -24,7 +24,10 @@ ATTENTION: Backends[Attention] = Backends(
         Backend("decode", decode_plan.unsupported, decode_plan.steps_short, by_name=False),
         Backend.of("sm90", sm90_plan),
         Backend.of("mma", mma_plan),
-        *(Backend(name, mma_plan.fp16_unsupported, mma_plan.steps_fp16(sums)) for name, sums in FP16_SUMS.items()),
+        *(
+            Backend(name, mma_plan.fp16_unsupported, mma_plan.steps_fp16(sums), listed=False)
+            for name, sums in FP16_SUMS.items()
+        ),
     ),
     order=lambda problem, info: ("sm90", "mma") if level() else ("decode", "sm90", "mma"),
     functions=("attention", "attention_varlen", "mla_attention", "sdpa"),

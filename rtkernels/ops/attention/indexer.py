@@ -12,7 +12,7 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -124,7 +124,7 @@ def _reference(q, k, weights, key_scales, starts, ends, page_table):
     logits = (scores * weights.to(dtype).unsqueeze(-1)).sum(1)
     if scales is not None:
         logits = logits * scales.to(dtype)
-    places = torch.arange(logits.shape[1], device=q.device).expand(tokens, -1)
+    places = torch.arange(logits.shape[1], dtype=torch.int64, device=q.device).expand(tokens, -1)
     outside = torch.zeros_like(places, dtype=torch.bool)
     if starts is not None:
         outside = outside | (places < starts.unsqueeze(1))
@@ -142,7 +142,7 @@ def _reference_best(q, k, weights, key_scales, starts, ends, page_table, count):
 
 
 _ARGUMENTS = (
-    Heads("q", None), Dense("k", None), Dense("weights", (torch.float32,)),
+    Heads("q", None), Aligned("k", None), Dense("weights", (torch.float32,)),
     Dense("key_scales", (torch.float32,), optional=True), Dense("starts", None, optional=True),
     Dense("ends", None, optional=True), Dense("page_table", None, optional=True),
 )  # fmt: skip

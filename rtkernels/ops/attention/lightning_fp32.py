@@ -62,9 +62,9 @@ def lightning(
     states = (before @ left.flatten(-2)).unflatten(-1, left.shape[-2:])
     out = out + decayed(rows.view(-1, 1) + 1).unsqueeze(1) * (q @ states)
     out = scale * out.flatten(2, 3)[:, :, missing:]
-    final = left[:, :, -1] + decayed(torch.full((), float(chunk), device=q.device)) * states[:, :, -1]
+    final = left[:, :, -1] + decayed(torch.full((), float(chunk), dtype=torch.float32, device=q.device)) * states[:, :, -1]
     if state is not None:
         steps = torch.arange(1, length + 1, device=q.device, dtype=torch.float32).view(-1, 1)
         out = out + scale * decayed(steps) * (q.flatten(2, 3)[:, :, missing:] @ state)
-        final = final + decayed(torch.full((), float(length), device=q.device)) * state
+        final = final + decayed(torch.full((), float(length), dtype=torch.float32, device=q.device)) * state
     return out.transpose(1, 2).contiguous(), final

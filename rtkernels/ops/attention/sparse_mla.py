@@ -101,7 +101,7 @@ def _reference(q, kv, indices, positions, sinks, value_width, scale):
     dtype = torch.promote_types(q.dtype, torch.float32)
     latents = decoded(kv) if kv.dtype == torch.uint8 else kv.to(dtype)
     last = latents.shape[0] - 1
-    limit = torch.full((q.shape[0], 1), last, device=q.device)
+    limit = torch.full((q.shape[0], 1), last, dtype=torch.int64, device=q.device)
     if positions is not None:
         limit = limit.minimum(positions.unsqueeze(1).long())
     counts = (indices >= 0) & (indices <= limit)

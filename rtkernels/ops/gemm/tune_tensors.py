@@ -28,7 +28,7 @@ def tensors(product: Product, device: torch.device) -> dict[str, Tensor]:
         return torch.zeros(max(numbers, 1), dtype=torch.float32, device=device)
 
     result = (count - 1) * p.out.group_pitch + p.m * p.out.pitch * (count if p.out.group_pitch == 0 else 1)
-    found |= {"out": space(result), "global_scale": torch.ones(2, device=device)}
+    found |= {"out": space(result), "global_scale": torch.ones(2, dtype=torch.float32, device=device)}
     if p.bias is not None:
         found["bias"] = space(count * columns)
     if p.add is not None:
@@ -59,7 +59,7 @@ def _scales(scales: Scales, rows: int, k: int, count: int, device: torch.device)
         numbers = count * (across * max(scales.row_pitch, 1) + along * max(scales.depth_pitch, 1))
         numbers = max(numbers, (count - 1) * scales.group_pitch + numbers // count)
     if scales.token == "fp32":
-        return torch.ones(max(numbers, 1), device=device)
+        return torch.ones(max(numbers, 1), dtype=torch.float32, device=device)
     return torch.full((max(numbers, 1),), _ONES[scales.token], dtype=torch.uint8, device=device)
 
 

@@ -43,7 +43,7 @@ class TokenBlocks:
 
     def __init__(self, tokens: Tensor, ends: Tensor, count: int) -> None:
         rows, experts, blocks = len(tokens), len(ends), max(-(-count // BLOCK_ROWS), 1)
-        row = torch.arange(rows, device=tokens.device)
+        row = torch.arange(rows, dtype=torch.int64, device=tokens.device)
         expert = torch.searchsorted(ends.long(), row, right=True)
         valid = (expert < experts) & (tokens >= 0)
         self._rows, self._experts = rows + (_STEP - 1) * min(experts * blocks, rows), experts

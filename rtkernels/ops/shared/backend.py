@@ -62,6 +62,7 @@ class Backend(Generic[P]):
         kernels: Those it launches, unless they belong to another op.
         summary: ``(problem, device's info) -> str``: the tile it would use.
         by_name: Callers may ask for it; else only "auto" takes it.
+        listed: Values of ``backend=`` include it; else another option asks for it, under this name.
         candidates: ``(problem, device's info) -> options``: what `steps` can be told, as JSON has it.
     """
 
@@ -71,6 +72,7 @@ class Backend(Generic[P]):
     kernels: tuple[Kernel, ...] = ()
     summary: Callable[[P, DeviceInfo], str] | None = None
     by_name: bool = True
+    listed: bool = True
     candidates: Callable[[P, DeviceInfo], Sequence[dict[str, Any]]] | None = None
 
     def options(self, problem: P, info: DeviceInfo) -> list[dict[str, Any]]:
@@ -154,7 +156,7 @@ class Backends(Generic[P]):
     @property
     def names(self) -> tuple[str, ...]:
         """The backends that callers may request."""
-        return tuple(backend.name for backend in self._backends.values() if backend.by_name)
+        return tuple(backend.name for backend in self._backends.values() if backend.by_name and backend.listed)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -171,7 +173,7 @@ class Backends(Generic[P]):
 
     def check(self, wanted: str) -> None:
         """Raise an ArgumentError unless ``backend=`` can have this value."""
-        if wanted not in self._automatic and wanted not in self.names:
+        if wanted not in (*self._automatic, *(name for name, backend in self._backends.items() if backend.by_name)):
             choices = [*self._automatic, *self.names, *(name for name in self._others if name != wanted)]
             expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
             raise ArgumentError(f"backend is {wanted!r}; expected {expected}")

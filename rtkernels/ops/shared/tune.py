@@ -128,7 +128,7 @@ def tune(problems: Any, *, device: int | None = None, progress: Callable[[Tuned]
 def _problems(given: Any) -> Iterator[tuple[Backends[Any], Any]]:
     if isinstance(given, Explanation):
         given = given.problem
-    if not hasattr(given, "title") and isinstance(given, Iterable) and not isinstance(given, str):
+    if not hasattr(given, "title") and isinstance(given, Iterable) and not isinstance(given, (str, torch.Tensor)):
         for each in given:
             yield from _problems(each)
         return

@@ -129,8 +129,8 @@ def operators() -> Iterator[Call]:
 
 def op_family(op: Any) -> str:
     """Return the family of an op: the folder of its module."""
-    for module in ("act", "attention", "gemm", "index", "layout", "loss", "moe", "multi", "norm", "pointwise", "quant",
-                   "random", "reduce", "rope", "router", "scan", "sort", "window"):  # fmt: skip
+    for module in ("act", "attention", "conv", "gemm", "index", "layout", "loss", "moe", "multi", "norm", "pointwise",
+                   "quant", "random", "reduce", "rope", "router", "scan", "shared", "sort", "window"):  # fmt: skip
         if importable(f"rtkernels.ops.{module}.{op.name}"):
             return module
     return "other"

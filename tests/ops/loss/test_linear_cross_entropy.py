@@ -400,7 +400,7 @@ def test_memory_next_to_gradients(rows: int) -> None:
 
     of_weight, of_hidden, little = 2 * vocabulary * size, 2 * rows * size, 2**21
     assert peak(chunk_rows=256) <= 256 * vocabulary * 2 + of_weight + of_hidden + little
-    assert peak() <= (25 / 16 if rows <= 2 * size else 3) * of_weight + 2 * of_hidden + little
+    assert peak() <= (33 / 16 if rows <= 2 * size else 3) * of_weight + 2 * of_hidden + little
 
 
 @pytest.mark.gpu

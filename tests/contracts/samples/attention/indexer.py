@@ -9,7 +9,7 @@ from rtkernels.ops.attention.indexer import BEST, FORWARD
 
 
 def _given(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    keys = torch.arange(8.0 * 64, device=x.device).view(8, 64).sin().bfloat16()
+    keys = torch.arange(8.0 * 64, dtype=torch.float32, device=x.device).view(8, 64).sin().bfloat16()
     return x.detach().view(-1, 4, 64).bfloat16(), keys, x.detach()[:, :4]
 
 
