@@ -62,7 +62,8 @@ def lightning(
     states = (before @ left.flatten(-2)).unflatten(-1, left.shape[-2:])
     out = out + decayed(rows.view(-1, 1) + 1).unsqueeze(1) * (q @ states)
     out = scale * out.flatten(2, 3)[:, :, missing:]
-    final = left[:, :, -1] + decayed(torch.full((), float(chunk), dtype=torch.float32, device=q.device)) * states[:, :, -1]
+    whole = torch.full((), float(chunk), dtype=torch.float32, device=q.device)
+    final = left[:, :, -1] + decayed(whole) * states[:, :, -1]
     if state is not None:
         steps = torch.arange(1, length + 1, device=q.device, dtype=torch.float32).view(-1, 1)
         out = out + scale * decayed(steps) * (q.flatten(2, 3)[:, :, missing:] @ state)
