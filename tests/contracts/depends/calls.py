@@ -34,6 +34,8 @@ _NOT_SAMPLED = TOO_SLOW | {
     "gated_mm()", "quantize_qk()", "quantize_v()", "scaled_mm()", "attention()", "attention(), sinks",
     "attention(), bhld", "sdpa()", "mla_attention()", "transpose_experts()", "moe_index()", "moe_row_id_map()",
     "linear_cross_entropy()", "linear_cross_entropy(), none", "scaled_mm(), add, mma",
+    "gated_delta_rule()", "gated_delta_rule_step()", "ssd()", "ssd_step()", "decode_linear()", "chunk_attention()",
+    "sparse_mla()", "indexer_logits()", "indexer_topk()", "conv()", "linear_logprob()", "linear_divergence()",
 }  # fmt: skip
 
 
