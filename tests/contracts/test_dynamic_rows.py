@@ -239,7 +239,7 @@ def test_one_graph_for_all_numbers_of_rows(name: str) -> None:
             results = _tensors(function(leaf, ids))
             found.append([*results, *_gradient(results, leaf)])
         torch.testing.assert_close(*found, equal_nan=True)
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= 2 + (name == "conv")  # torch 2.11 makes one more for images
 
 
 class _Module(torch.nn.Module):

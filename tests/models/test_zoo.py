@@ -225,6 +225,8 @@ def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch's bf16 is slow, products are those of fp32, rounded; elsewhere and afterwards torch's own."""
     if not hasattr(torch.library, "get_kernel"):
         pytest.skip("torch does not let its operators be exchanged")
+    if "aten/mm/CPU" in torch.library._impls:
+        pytest.skip("batch_invariant has exchanged products in this process, and torch allows that once")
     monkeypatch.setattr(products, "are_slow", lambda: True)
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(2, 8, 16, generator=generator).bfloat16() for _ in range(2))
