@@ -1,8 +1,9 @@
 // Attention forward on sm_90a: out = softmax(mask(scale q k^T)) v and lse, in one pass over keys.
 //
 // Tensors are [sequence, row, head, column] in any strides, or packed rows (problem.py). A block takes tiles of 64
-// kGroups queries of one head from a counter. kGroups consumer warpgroups own 64 queries each; one warp of another
-// warpgroup issues TMA loads of q and of tiles of BN keys and values, last keys first, through two stages each.
+// kGroups rows from a counter: as many queries of one head, or where sequences are short, `rows` queries of `bundle`
+// heads that share keys, heads of a query side by side. kGroups consumer warpgroups own 64 rows each; one warp of
+// another warpgroup issues TMA loads of q and of tiles of BN keys and values, last keys first, through two stages each.
 //
 // A warpgroup multiplies q by the keys of tile j while the values of tile j + 1 (the previous step) are multiplied by
 // their softmax probabilities, which come from registers; then it computes the probabilities of tile j. Warpgroups take
@@ -12,7 +13,7 @@
 // Numerics: scores, maxima, sums and outputs are fp32. Probabilities are rounded to T for the product with the values;
 // the denominator sums the unrounded ones. out is rounded once. The bits do not depend on which block takes a tile.
 //
-// EXTRAS: 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then
+// EXTRAS (with bundles of one head, as are sinks): 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then
 // computed element by element.
 #include "attention/sm90_forward.cuh"
 #include "common/tile_scheduler.cuh"
@@ -35,7 +36,7 @@ struct ForwardArguments {
     const i32 *lengths, *kv_limit, *cu_q, *cu_k;
     u32* counter;
     i64 batches, heads, heads_per_kv, lq, lkv, d_v, out_batch, out_row, out_head, lse_batch, lse_head, left, right,
-        heads_together, sinks_kind, bias_kind, bias_batch, bias_head, bias_row, bias_column, limit_batch;
+        heads_together, bundle, rows, sinks_kind, bias_kind, bias_batch, bias_head, bias_row, bias_column, limit_batch;
     double scale, softcap;
 };
 
@@ -58,8 +59,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     const ptx::SharedAddress patch = v_pipe.barriers + Pipeline<kStages>::kBytes;  // see below
     u8* const handover_memory = memory + (patch + 8 - ptx::shared_address(memory));
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
-    const u32 tiles = static_cast<u32>(ceil_div(args.lq, BM));
-    const u32 count = tiles * static_cast<u32>(args.heads) * static_cast<u32>(args.batches);
+    constexpr bool kBundles = EXTRAS == 0 && DV < 256;  // otherwise registers are short
+    const int bundle = kBundles ? static_cast<int>(args.bundle) : 1, rows = kBundles ? static_cast<int>(args.rows) : BM;
+    const u32 tiles = static_cast<u32>(ceil_div(args.lq, rows)), bundles = static_cast<u32>(args.heads) / static_cast<u32>(bundle);
+    const u32 count = tiles * bundles * static_cast<u32>(args.batches);
     DrawnSource<WarpHandover> source(args.counter, WarpHandover(handover_memory, warp == kConsumers));
 
     if (threadIdx.x == 0) {
@@ -70,6 +73,12 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         source.handover.init(kConsumers + 1);
         ptx::mbarrier_fence_init();
     }
+    if (rows * bundle < BM) {  // rows that no load writes
+        for (u32 at = rows * bundle * kTileRow + threadIdx.x * 16; at < QTile::kBoxBytes; at += blockDim.x * 16)
+            for (int box = 0; box < QTile::kBoxes; ++box)
+                ptx::st_shared_16(q_tile + box * QTile::kBoxBytes + at, Raw<16>{{0, 0, 0, 0}});
+        ptx::fence_async_shared();
+    }
     __syncthreads();
 
     if (warp >= kConsumers) {
@@ -79,20 +88,23 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         PipelineState<kStages> k_state, v_state;
         u32 patched = 0;
         for (u32 index; (index = source.draw()) < count;) {
-            const QueryTile tile(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+            const QueryTile tile(index, tiles, bundles, static_cast<u32>(args.batches),
                                  static_cast<u32>(args.heads_together));
             const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
             const Mask mask(sequence, args.left, args.right);
-            const Interval any = mask.keys_any(tile.m * BM, tile.m * BM + BM);
-            if (tile.m * BM >= sequence.lq || any.empty()) continue;
-            const int kv_head = tile.head / static_cast<int>(args.heads_per_kv),
+            const int row0 = tile.m * rows;
+            const Interval any = mask.keys_any(row0, row0 + rows);
+            if (row0 >= sequence.lq || any.empty()) continue;
+            const int kv_head = tile.head * bundle / static_cast<int>(args.heads_per_kv),
                       batch = args.cu_q == nullptr ? tile.batch : 0;
             const int first = any.first / BN, last = (any.end - 1) / BN;
 
             q_pipe.acquire(q_state);
-            if (lane == 0)
-                QTile::fetch(q_tile, q_map, q_pipe.expect(q_state, QTile::kBytes), sequence.q_row + tile.m * BM, tile.head,
-                             batch);
+            if (lane == 0) {  // the map of bundles has heads before rows
+                const int row = sequence.q_row + row0, head = tile.head * bundle;
+                QTile::fetch(q_tile, q_map, q_pipe.expect(q_state, QTile::kBoxes * rows * bundle * kTileRow),
+                             bundle == 1 ? row : head, bundle == 1 ? head : row, batch);
+            }
             q_state.advance();
             auto fetch_keys = [&](int n) {
                 k_pipe.acquire(k_state);
@@ -133,10 +145,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     ConsumerStates<kStages> pipe_states;
     for (u32 index; (index = source.draw()) < count;) {
         index = __shfl_sync(0xffffffffu, index, 0);  // shuffled so that the compiler knows it is uniform
-        const QueryTile tile(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+        const QueryTile tile(index, tiles, bundles, static_cast<u32>(args.batches),
                              static_cast<u32>(args.heads_together));
         const Sequence sequence = sequence_at(tile.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
-        const WarpgroupRows own(Mask(sequence, args.left, args.right), tile.m * BM, BM, group);
+        const WarpgroupRows own(Mask(sequence, args.left, args.right), tile.m * rows, rows, group, bundle);
         if (own.row0 >= sequence.lq) continue;
 
         SoftmaxState state;
@@ -151,20 +163,20 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
                 if (EXTRAS == 2 && args.bias_kind != 0) {
                     u32 here = index;
                     ptx::forget(here);  // as below
-                    const QueryTile at(here, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+                    const QueryTile at(here, tiles, bundles, static_cast<u32>(args.batches),
                                        static_cast<u32>(args.heads_together));
-                    const Sequence rows = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+                    const Sequence of = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
                     const int row = at.m * BM + own_row, column = n * BN + 2 * t;
                     add_bias(s, args.bias, static_cast<int>(args.bias_kind),
                              at.batch * args.bias_batch + at.head * args.bias_head + row * args.bias_row +
                                  column * args.bias_column,
-                             8 * args.bias_row, args.bias_column, rows.lq - row, rows.keys - column);
+                             8 * args.bias_row, args.bias_column, of.lq - row, of.keys - column);
                 }
             }
             if ((EXTRAS != 0 && args.kv_limit != nullptr) || n * BN < own.all.first || n * BN + BN > own.all.end) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int i = own.row0 + own_row + 8 * r;
+                    const int i = own.row0 + query_of(own_row + 8 * r, bundle);
                     int end = own.mask.hi(i);
                     if (EXTRAS != 0 && args.kv_limit != nullptr && i < sequence.lq)
                         end = min(end, args.kv_limit[tile.batch * args.limit_batch + i]);
@@ -182,22 +194,25 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above
-        const QueryTile at(index, tiles, static_cast<u32>(args.heads), static_cast<u32>(args.batches),
+        const QueryTile at(index, tiles, bundles, static_cast<u32>(args.batches),
                            static_cast<u32>(args.heads_together));
-        const Sequence rows = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
-        const int exist = rows.lq - at.m * BM;
-        const i64 first_row = rows.q_row + at.m * BM;
+        const Sequence here = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
+        const int row0 = at.m * rows;
         const float sink = args.sinks_kind == 0
                                ? negative_infinity()
                                : bias_at(args.sinks, static_cast<int>(args.sinks_kind), at.head) * kLog2e;
         float times[2], row_lse[2];
         state.finish(factor, sink, times, row_lse);
-        store_rows(args.out + at.batch * args.out_batch + at.head * args.out_head + first_row * args.out_row,
-                   args.out_row, own_row, exist, static_cast<int>(args.d_v), o, times);
-        float* const to = args.lse + at.batch * args.lse_batch + at.head * args.lse_head + first_row + own_row;
+        T* to[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (t == 0 && own_row + 8 * r < exist) to[8 * r] = row_lse[r];
+        for (int r = 0; r < 2; ++r) {
+            const int row = own_row + 8 * r, query = query_of(row, bundle);
+            const bool exists = query < rows && row0 + query < here.lq;
+            const i64 head = at.head * bundle + row - query * bundle, i = here.q_row + static_cast<i64>(row0 + query);
+            to[r] = exists ? args.out + at.batch * args.out_batch + head * args.out_head + i * args.out_row : nullptr;
+            if (exists && t == 0) args.lse[at.batch * args.lse_batch + head * args.lse_head + i] = row_lse[r];
+        }
+        store_rows_at<T>(to, static_cast<int>(args.d_v), o, times);
     }
     if (group == 0) wait_for_cores();  // the turn that the last warpgroup has passed on
 }

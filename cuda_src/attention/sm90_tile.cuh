@@ -211,15 +211,18 @@ struct QueryTile {
     }
 };
 
-// Keys that any of `rows` queries from row0 on sees, and keys that all 64 queries of warpgroup `group` see.
+// The query of a row of a tile, where rows are `bundle` heads of each query.
+RTK_DEVICE int query_of(int row, int bundle) { return bundle == 1 ? row : row / bundle; }
+
+// Keys that any of `rows` queries from row0 on sees, and keys that all 64 rows of warpgroup `group` see.
 struct WarpgroupRows {
     Mask mask;
     int row0;
     Interval any, all;
 
-    RTK_DEVICE WarpgroupRows(const Mask& of, int first, int rows, int group)
+    RTK_DEVICE WarpgroupRows(const Mask& of, int first, int rows, int group, int bundle = 1)
         : mask(of), row0(first), any(of.keys_any(first, first + rows)),
-          all(of.keys_all(first + group * 64, first + group * 64 + 64)) {}
+          all(of.keys_all(first + query_of(group * 64, bundle), first + query_of(group * 64 + 63, bundle) + 1)) {}
 };
 
 }  // namespace rtk

@@ -50,8 +50,8 @@ FORWARD = Kernel(
     needs=("wgmma",),
     args="q_map:tmap k_map:tmap v_map:tmap out:ptr lse:ptr sinks:ptr bias:ptr lengths:ptr kv_limit:ptr cu_q:ptr "
     "cu_k:ptr counter:ptr batches:i64 heads:i64 heads_per_kv:i64 lq:i64 lkv:i64 d_v:i64 out_batch:i64 out_row:i64 "
-    "out_head:i64 lse_batch:i64 lse_head:i64 left:i64 right:i64 heads_together:i64 sinks_kind:i64 bias_kind:i64 "
-    "bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 scale:f64 softcap:f64",
+    "out_head:i64 lse_batch:i64 lse_head:i64 left:i64 right:i64 heads_together:i64 bundle:i64 rows:i64 sinks_kind:i64 "
+    "bias_kind:i64 bias_batch:i64 bias_head:i64 bias_row:i64 bias_column:i64 limit_batch:i64 scale:f64 softcap:f64",
     variants=[
         (t, *tile, extras)
         for t in ("bf16", "fp16")
@@ -61,14 +61,21 @@ FORWARD = Kernel(
 )  # fmt: skip
 
 
-def rows_map(problem: Attention, name: str, heads: int, width: int, box_rows: int, strides: Strides) -> Boxes:
-    """Return the tensor map of q, k or v (or a gradient) in boxes of `box_rows` rows and 64 columns."""
+def rows_map(
+    problem: Attention, name: str, heads: int, width: int, box_rows: int, strides: Strides, bundle: int = 1
+) -> Boxes:
+    """Return the tensor map of q, k or v (or a gradient) in boxes of `box_rows` rows and 64 columns.
+
+    Boxes of a `bundle` have so many heads as well; heads then come before rows.
+    """
     p = problem
     of_q = name not in ("k", "v")
     rows = (p.total_q if of_q else p.total_k) if p.varlen else (p.lq if of_q else p.lkv)
-    sizes = (width, rows, heads, 1 if p.varlen else p.batch)
-    bytes_apart = box_strides(sizes, (strides.row, strides.head, strides.batch), 2)
-    return Boxes(name, p.token, sizes, bytes_apart, (64, box_rows, 1, 1))
+    dims = [(rows, strides.row, box_rows), (heads, strides.head, bundle)]
+    if bundle > 1:
+        dims.reverse()
+    sizes, steps, box = zip(*dims, (1 if p.varlen else p.batch, strides.batch, 1), strict=True)
+    return Boxes(name, p.token, (width, *sizes), box_strides((width, *sizes), steps, 2), (64, *box))
 
 
 def extras(problem: Attention) -> bool:
@@ -95,11 +102,27 @@ def heads_in_l2(pairs: int, bytes_of_a_head: float, alike: bool) -> int:
     return 1 if alike else max(1, min(pairs, int(_L2_BYTES / max(bytes_of_a_head, 1))))
 
 
-def heads_together(problem: Attention) -> int:
-    """Return ``heads_in_l2`` of a problem."""
+def heads_together(problem: Attention, bundle: int = 1) -> int:
+    """Return ``heads_in_l2`` of a problem, in bundles of heads that share keys."""
     p = problem
-    each = 2 * p.lkv * (p.d_qk + p.d_v) / p.group
-    return heads_in_l2(p.batch * p.heads_q, each, p.right < 0 and p.left < 0 and not p.varlen)
+    each = 2 * p.lkv * (p.d_qk + p.d_v) / p.group * bundle
+    return heads_in_l2(p.batch * p.heads_q // bundle, each, p.right < 0 and p.left < 0 and not p.varlen)
+
+
+def bundle_of(problem: Attention, tile: Tile) -> int:
+    """Return how many heads that share keys are rows of one tile: those with the fewest tiles, if that saves a tenth.
+
+    It is 1 with sinks, where the kernel has no registers to spare, and with batch invariance, since the rows of a warp are
+    rescaled together.
+    """
+    p = problem
+    if p.group == 1 or p.sinks is not None or extras(p) or tile.d_v == 256 or level():
+        return 1
+    rows = 64 * tile.groups
+    bundles = [n for n in range(1, min(p.group, rows) + 1) if p.group % n == 0]
+    tiles = {n: math.ceil(p.lq / (rows // n)) * (p.heads_q // n) for n in bundles}
+    best = min(bundles, key=lambda n: (tiles[n], n))
+    return best if tiles[best] <= 0.9 * tiles[1] else 1
 
 
 def bias_arguments(problem: Attention) -> tuple[int, ...]:
@@ -113,18 +136,21 @@ def steps_forward(problem: Attention, device: int) -> Steps:
     p, (tile, more) = problem, forward_tile(problem)
     if 0 in (p.batch, p.heads_q, p.lq) or p.rows_q == 0:
         return Steps()
-    tiles = p.batch * p.heads_q * math.ceil(p.lq / (64 * tile.groups))
+    bundle = bundle_of(p, tile)
+    rows = 64 * tile.groups // bundle
+    tiles = p.batch * (p.heads_q // bundle) * math.ceil(p.lq / rows)
     blocks = min(device_info(device).sm_count, tiles)
     counter = "counter" if blocks < tiles else 0
     launch = FORWARD.bind((p.token, *tile, more), device, blocks, 128 * (tile.groups + 1), tile.shared)
     kv_rows = tile.keys
     step = Step(
         launch,
-        rows_map(p, "q", p.heads_q, p.d_qk, 64 * tile.groups, p.q),
+        rows_map(p, "q", p.heads_q, p.d_qk, rows, p.q, bundle),
         rows_map(p, "k", p.heads_kv, p.d_qk, kv_rows, p.k),
         rows_map(p, "v", p.heads_kv, p.d_v, kv_rows, p.v),
         "out", "lse", "sinks", "bias", "lengths", "kv_limit", "cu_q", "cu_k", counter,
         p.batch, p.heads_q, p.group, p.lq, p.lkv, p.d_v, *p.out[:3], *p.lse_strides(), p.left, p.right,
-        heads_together(p), KINDS[p.sinks], *bias_arguments(p), p.kv_limit or 0, float(p.scale), float(p.softcap),
+        heads_together(p, bundle), bundle, rows, KINDS[p.sinks], *bias_arguments(p), p.kv_limit or 0, float(p.scale),
+        float(p.softcap),
     )  # fmt: skip
     return Steps(step, zeros={"counter": 1} if counter else None)

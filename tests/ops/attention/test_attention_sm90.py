@@ -14,7 +14,7 @@ from torch import Tensor
 import rtkernels
 from rtkernels.emulator import recording
 from rtkernels.errors import ResidencyError
-from rtkernels.ops.attention import sm90_backward_plan, sm90_plan
+from rtkernels.ops.attention import sm90_backward_plan, sm90_forward_plan, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Bias, Strides, dense
 from rtkernels.runtime.launch.device import device_info, emulate_features
 from rtkernels.runtime.operator.plan import Memory, StepPlan
@@ -176,6 +176,34 @@ def test_forward_fp16_strided_and_grouped() -> None:
     """Slices of a packed qkv, four query heads for each head of keys."""
     packed = random(1, 140, 6 * 64, dtype=torch.float16).unflatten(-1, (6, 64))
     check_forward(packed[:, :, :4], packed[:, :, 4:5], packed[:, :, 5:], right=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "bundle"),
+    [
+        ((2, 5, 37, 6, 2, 40), {"right": 0}, 3),
+        ((1, 53, 60, 41, 1, 152), {"right": 0}, 41),  # three queries of 41 heads, and five rows that nobody has
+        ((1, 70, 90, 10, 1, 96), {"left": 20, "right": 0}, 5),
+        ((1, 9, 400, 24, 1, 64), {}, 12),  # two bundles of the heads that share keys
+        ((1, 3, 40, 8, 1, 128), {"right": 0}, 8),
+        ((1, 4, 50, 6, 2, 256), {}, 1),
+    ],
+)
+def test_forward_heads_that_share_keys_and_a_tile(shape: tuple[int, ...], options: dict[str, int], bundle: int) -> None:
+    q, k, v = qkv(*shape)
+    p = describe(q, k, v, {}, **options)
+    assert sm90_forward_plan.bundle_of(p, sm90_forward_plan.forward_tile(p)[0]) == bundle
+    check_forward(q, k, v, **options)
+    q[0, 1, 1] = math.nan
+    check_forward(q, k, v, **options)
+
+
+def test_forward_bundles_of_packed_sequences_and_lengths() -> None:
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) for c in ([0, 3, 3, 33, 50], [0, 50, 60, 90, 130]))
+    q, k, v = random(50, 6, 72), random(130, 1, 72, seed=1), random(130, 1, 72, seed=2)
+    check_forward(q, k, v, {"cu_q": cu_q, "cu_k": cu_k}, lq=30, lkv=50, right=0)
+    lengths = {"lengths": torch.tensor([17, 0], dtype=torch.int32)}
+    check_forward(*qkv(2, 6, 40, 5, 1, 104), lengths, right=0)
 
 
 @pytest.mark.parametrize(
