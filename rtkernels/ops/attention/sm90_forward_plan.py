@@ -112,7 +112,7 @@ def heads_together(problem: Attention, bundle: int = 1) -> int:
 def bundle_of(problem: Attention, tile: Tile) -> int:
     """Return how many heads that share keys are rows of one tile: those with the fewest tiles, if that saves a tenth.
 
-    It is 1 with sinks, where the kernel has no registers to spare, and with batch invariance, since the rows of a warp are
+    It is 1 with sinks, where the kernel has no registers to spare, and with batch invariance, since rows of a warp are
     rescaled together.
     """
     p = problem
