@@ -16,6 +16,22 @@ from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 
+_SHORT = 64  # queries and keys of sequences that leave most of a tile of 128 to 192 queries empty
+
+
+def _order(problem: Attention) -> tuple[str, ...]:
+    """Return the backends from the fastest to the slowest, of which the first one that can is taken."""
+    p = problem
+    if level():
+        return ("sm90", "mma")
+    width, short = max(p.d_qk, p.d_v), max(p.lq, p.lkv) <= _SHORT
+    if short and p.backward and width <= 64:
+        return ("mma", "sm90")
+    if short and not p.backward and width <= 176 and sm90_plan.bundle(p) == 1:
+        return ("decode", "mma", "sm90") if width <= 128 else ("mma", "decode", "sm90")
+    return ("decode", "sm90", "mma")
+
+
 # Values of `acc`, which are backends that callers ask for by it: bits of the products whose sums are fp16.
 FP16_SUMS = {"fp16_qk": 1, "fp16_pv": 2, "fp16": 3}
 ATTENTION: Backends[Attention] = Backends(
@@ -29,7 +45,7 @@ ATTENTION: Backends[Attention] = Backends(
             for name, sums in FP16_SUMS.items()
         ),
     ),
-    order=lambda problem, info: ("sm90", "mma") if level() else ("decode", "sm90", "mma"),
+    order=lambda problem, info: _order(problem),
     functions=("attention", "attention_varlen", "mla_attention", "sdpa"),
     error=ArgumentError,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rtkernels.ops.attention import sm90_backward_plan, sm90_forward_plan
 from rtkernels.ops.attention.problem import Attention, Strides
 from rtkernels.ops.attention.sm90_backward_plan import steps_backward
-from rtkernels.ops.attention.sm90_forward_plan import BIAS_TILES, forward_tile, steps_forward
+from rtkernels.ops.attention.sm90_forward_plan import BIAS_TILES, bundle_of, forward_tile, steps_forward
 from rtkernels.runtime.operator.plan import Steps
 from rtkernels.runtime.targets import Target
 
@@ -56,6 +56,11 @@ def _unsupported_backward(problem: Attention) -> str | None:
 def steps(problem: Attention, device: int) -> Steps:
     """Return the launches of a problem that is not ``unsupported``."""
     return steps_backward(problem, device) if problem.backward else steps_forward(problem, device)
+
+
+def bundle(problem: Attention) -> int:
+    """Return how many heads share a tile of queries in the forward pass."""
+    return bundle_of(problem, forward_tile(problem)[0])
 
 
 def summary(problem: Attention, target: Target) -> str:

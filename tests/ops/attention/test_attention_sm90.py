@@ -14,7 +14,7 @@ from torch import Tensor
 import rtkernels
 from rtkernels.emulator import recording
 from rtkernels.errors import ResidencyError
-from rtkernels.ops.attention import sm90_backward_plan, sm90_forward_plan, sm90_plan
+from rtkernels.ops.attention import backends, sm90_backward_plan, sm90_forward_plan, sm90_plan
 from rtkernels.ops.attention.problem import Attention, Bias, Strides, dense
 from rtkernels.runtime.launch.device import device_info, emulate_features
 from rtkernels.runtime.operator.plan import Memory, StepPlan
@@ -196,6 +196,24 @@ def test_forward_heads_that_share_keys_and_a_tile(shape: tuple[int, ...], option
     check_forward(q, k, v, **options)
     q[0, 1, 1] = math.nan
     check_forward(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "backward", "first"),
+    [
+        ((37, 37, 37, 62, 62, 40), False, "mma"),
+        ((37, 37, 37, 62, 62, 40), True, "mma"),
+        ((16, 13, 13, 48, 48, 160), False, "mma"),
+        ((16, 13, 13, 8, 8, 64), False, "decode"),
+        ((4, 40, 40, 32, 4, 64), False, "sm90"),  # heads share a tile
+        ((4, 100, 100, 8, 8, 64), False, "sm90"),
+        ((4, 40, 40, 8, 8, 128), True, "sm90"),
+    ],
+)
+def test_backends_of_short_sequences(shape: tuple[int, ...], backward: bool, first: str) -> None:
+    p = describe(*(x.expand(shape[0], -1, -1, -1) for x in qkv(1, *shape[1:])), {})._replace(backward=backward)
+    chosen = backends.ATTENTION.choose(p, device_info(-90), "auto").backend
+    assert chosen is not None and chosen.name == first
 
 
 def test_forward_bundles_of_packed_sequences_and_lengths() -> None:
