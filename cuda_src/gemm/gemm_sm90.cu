@@ -18,8 +18,9 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
-// SHIFTED: rows of operands are odd multiples of 8 bytes apart (gemm/shifted_rows_sm90.cuh). Then there are no groups, and
-// `starts` and `ends` are the last rows of a and b if they have no pair.
+// SHIFTED: rows of operands are odd multiples of 8 bytes apart, and one more warpgroup moves every second one
+// (gemm/shifted_rows_sm90.cuh). Then there are no groups, and `starts` and `ends` are the last rows of a and b if they have
+// no pair.
 // With flags.starts(), sums begin with the fp32 result so far instead of 0, and the result is stored, not added.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
@@ -37,7 +38,7 @@ inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
           bool SHIFTED, int SCALES, int FINISH>
-__global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
+__global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
               const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     static_assert(!SHIFTED || (sizeof(A) == 1 && WAVES == 1 && SCALES != kColumnScales && FINISH == kPlainFinish), "8 bits, plain");
-    using Shifted = ShiftedRows<Operands::kRows, COLS, 128 * CONSUMERS>;
+    using Shifted = ShiftedRows<Operands::kRows, COLS, STAGES>;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
@@ -78,6 +79,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     float* const column_values = scales + STAGES * kScaleFloats;  // [CONSUMERS, 2, COLS]
     u8* const barriers = reinterpret_cast<u8*>(column_values + CONSUMERS * 2 * COLS);
     const Pipeline<STAGES> pipeline{ptx::shared_address(barriers)};
+    Shifted shifted(ptx::shared_address(barriers) + Pipeline<STAGES>::kBytes);  // where groups would have their table
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const u64 places = reinterpret_cast<u64>(out) | reinterpret_cast<u64>(add);
@@ -96,6 +98,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(scale_a_map);
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
+        if constexpr (SHIFTED) shifted.init();
         pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
     }
     ptx::wait_for_previous();
@@ -112,7 +115,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 
     if (warp >= kConsumerWarps) {
         if constexpr (CONSUMERS >= 2) ptx::registers_give<40>();
-        if (threadIdx.x == kConsumerWarps * kWarp) {
+        if (SHIFTED && warp >= kConsumerWarps + 4) {
+            shifted.begin();
+            for (Share share = own_share(); share.exists(); share.next())
+                shifted.move_tile(pipeline, state, stages, share.tile(tiles, kDepth), starts, ends, static_cast<i32>(rows),
+                                  static_cast<i32>(columns), static_cast<i32>(depth), flags.shift_a(), flags.shift_b());
+        } else if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
             const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
@@ -158,7 +166,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         return;
     }
 
-    if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
+    if constexpr (CONSUMERS == 2) ptx::registers_take<SHIFTED ? 216 : 232>();
     if constexpr (CONSUMERS == 3) ptx::registers_take<152>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
@@ -178,18 +186,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     };
     if (kPingPong && consumer == 1) skip_tile();
     if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
-    Shifted shifted(flags.shift_a(), flags.shift_b());
+    auto wait_for = [&](const PipelineState<STAGES>& at) {
+        pipeline.wait(at);
+        if constexpr (SHIFTED) shifted.wait(at);
+    };
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
         Share after = share;
         after.next();
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
-        if constexpr (SHIFTED)
-            shifted.begin(tile, starts, ends, static_cast<i32>(rows), static_cast<i32>(columns), static_cast<i32>(depth));
-        auto move_rows = [&](const PipelineState<STAGES>& at, int i) {  // of the i-th stage of the tile
-            if constexpr (SHIFTED) shifted.move(pipeline, at, stages, tile, i * kDepth, static_cast<i32>(depth), kCutBarrier);
-        };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
         u32 row_bits[WAVES][2] = {}, factor_bits[kColumnsEach], bias_bits[kColumnsEach];
@@ -257,10 +263,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             // A wait for a stage names one bit of its phase, so that all earlier stages must have arrived.
             if (kPingPong && share.index != blockIdx.x) ptx::named_barrier_sync(kOrderBarriers + consumer, 256);
             for (int i = 0; i < blocks; ++i, state.advance()) {
-                pipeline.wait(state);
+                wait_for(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                move_rows(state, i);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
@@ -291,8 +296,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };
             if (blocks != 0) {
-                pipeline.wait(state);
-                move_rows(state, 0);
+                wait_for(state);
                 begin_stage(state, blocks == 1);
             }
             for (int i = 0; i < blocks; ++i) {
@@ -326,10 +330,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                                    ? of_stage[(v * kTogether + own_part) * 64 + own_row + 8 * r]
                                                    : 1.0f;
                     }
-                    if (unit == kLastUnit && i + 1 < blocks) {
-                        pipeline.wait(state);
-                        move_rows(state, i + 1);
-                    }
+                    if (unit == kLastUnit && i + 1 < blocks) wait_for(state);
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
                     if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);
@@ -354,6 +355,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         }
 
         if (SHIFTED && tile.depth < loaded_depth(tile)) {
+            wait_for(state);
             pipeline.release_warp(state);
             state.advance();
         }

@@ -70,7 +70,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _SHIFTED and scales in ((NO_SCALES,) if pair[0] in _BYTES else (NO_SCALES, ROW_SCALES)):
-                for tile in SHIFTED_TILES:
+                for tile in SHIFTED_TILES if scales == NO_SCALES else SHIFTED_TILES[:-1]:
                     yield (*types, False, False, *tile, scales, PLAIN)
             if pair in _REGISTERS and scales != COLUMN_SCALES:
                 yield (*types, False, False, *LARGE, scales, QUANTIZED)

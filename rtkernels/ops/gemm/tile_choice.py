@@ -18,7 +18,7 @@ class Tile(NamedTuple):
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
     both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
-    operands are odd multiples of 8 bytes, every second one of which consumers move.
+    operands are odd multiples of 8 bytes, every second one of which a warpgroup of its own moves.
     """
 
     consumers: int
@@ -35,14 +35,14 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers and a warpgroup of producers."""
-        return 128 * (self.consumers + 1)
+        """Threads of a block: the consumers, a warpgroup of producers, and one that moves rows."""
+        return 128 * (self.consumers + 1 + self.shifted)
 
     def shared(self, scales: int, groups: int) -> int:
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
         floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
         stage = (self.rows + self.cols) * ROW + 4 * floats + 16
-        table = 12 * (groups + 1) if groups else 0
+        table = 8 * self.stages + 8 * ROW if self.shifted else 12 * (groups + 1) if groups else 0
         return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
 
 
@@ -55,7 +55,8 @@ SQUARE = Tile(3, 1, 192, 3, 3)
 PINGPONG = Tile(2, 2, 128, 5, 2)
 NARROW = Tile(1, 1, 64, 12, 2)  # for few rows: twice as many blocks, so that fewer of them share k
 SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
-    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True),
+    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True), Tile(1, 1, 64, 12, 2, True),
+    Tile(2, 1, 256, 4, 1, True),
 )  # fmt: skip
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW, PINGPONG),
