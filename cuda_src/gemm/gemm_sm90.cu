@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS >= 2) ptx::registers_give<40>();
+        if constexpr (CONSUMERS >= 2 || SHIFTED) ptx::registers_give<SHIFTED ? 56 : 40>();
         if (SHIFTED && warp >= kConsumerWarps + 4) {
             shifted.begin();
             for (Share share = own_share(); share.exists(); share.next())
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
         return;
     }
 
-    if constexpr (CONSUMERS == 2) ptx::registers_take<SHIFTED ? 216 : 232>();
+    if constexpr (CONSUMERS == 2 || SHIFTED) ptx::registers_take<SHIFTED && CONSUMERS == 2 ? 200 : 232>();
     if constexpr (CONSUMERS == 3) ptx::registers_take<152>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave

@@ -390,8 +390,9 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
 
 
 def _size_of(p: Product) -> Size:
-    size = int(BYTES[p.a.token])
-    return Size(p.m, _b_rows(p), p.k * size, loads(p.a.pitch * size), loads(p.b.pitch * size))
+    size, moved = int(BYTES[p.a.token]), _is_shifted(p)
+    of_a, of_b = loads(p.a.pitch * size), loads(p.b.pitch * size)
+    return Size(p.m, _b_rows(p), p.k * size, of_a, of_b, moved and p.a.halves, moved and p.b.halves)
 
 
 def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choice:

@@ -82,6 +82,7 @@ class Size(NamedTuple):
     """What decides how long a dense product takes: rows and columns, and bytes of a row along k.
 
     ``a_rows``, ``b_rows``: how much longer L2 takes for 128 bytes of a row than if rows began at its lines (``loads``).
+    ``a_moved``, ``b_moved``: every second row is moved in shared memory.
     """
 
     m: int
@@ -89,6 +90,8 @@ class Size(NamedTuple):
     k_bytes: int
     a_rows: float = 1.0
     b_rows: float = 1.0
+    a_moved: bool = False
+    b_moved: bool = False
 
 
 class Choice(NamedTuple):
@@ -110,7 +113,7 @@ _ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide wha
 _ROW = 2.1  # of 128 bytes from L2, at least
 _LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {8: 1.66, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
-_MOVED = 3.2  # of each row of a stage of which consumers move every second one
+_MOVED = 1.0  # of each row of a stage of which every second one is moved, which shared memory then does not deliver
 _EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
 _PINGPONG = 1.06  # how much longer a stage takes in ping-pong
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
@@ -132,8 +135,7 @@ def loads(pitch_bytes: int) -> float:
 def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
     """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
-    if tile.shifted:
-        products += _MOVED * (tile.rows + tile.cols)
+    products += _MOVED * (tile.rows * size.a_moved + tile.cols * size.b_moved)
     line = _LINE[0] + _LINE[1] * busy
     return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
 
