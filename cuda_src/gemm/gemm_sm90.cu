@@ -18,7 +18,7 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
-// SHIFTED: rows of operands are odd multiples of 8 bytes apart, and one more warpgroup moves every second one
+// SHIFTED: rows of operands are odd multiples of 8 bytes apart, and two warps beside the producer move every second one
 // (gemm/shifted_rows_sm90.cuh). Then there are no groups, and `starts` and `ends` are the last rows of a and b if they have
 // no pair.
 // With flags.starts(), sums begin with the fp32 result so far instead of 0, and the result is stored, not added.
@@ -38,7 +38,7 @@ inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
           bool SHIFTED, int SCALES, int FINISH>
-__global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
+__global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
               const __grid_constant__ ptx::TensorMap scale_b_map, const float* scale_a, const float* scale_b, const void* bias,
@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
     using Shifted = ShiftedRows<Operands::kRows, COLS, STAGES>;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
+    constexpr int kFirstCopies = kConsumerWarps + (SHIFTED ? 1 : 2), kCopyThreads = SHIFTED ? kWarp : 2 * kWarp;
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
         if constexpr (SHIFTED) shifted.init();
-        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
+        pipeline.init(copies_a || copies_b ? 1 + kCopyThreads : 1, 4 * kTogether);
     }
     ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
@@ -114,8 +115,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS >= 2 || SHIFTED) ptx::registers_give<SHIFTED ? 56 : 40>();
-        if (SHIFTED && warp >= kConsumerWarps + 4) {
+        if constexpr (CONSUMERS >= 2) ptx::registers_give<SHIFTED ? 56 : 40>();
+        if (SHIFTED && warp >= kConsumerWarps + 2) {
             shifted.begin();
             for (Share share = own_share(); share.exists(); share.next())
                 shifted.move_tile(pipeline, state, stages, share.tile(tiles, kDepth), starts, ends, static_cast<i32>(rows),
@@ -146,9 +147,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
                         ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
                 }
             }
-        } else if (SCALES != kNoScales && warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b)) {
-            const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
-            ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
+        } else if (SCALES != kNoScales && warp >= kFirstCopies && (copies_a || copies_b)) {
+            const int thread = static_cast<int>(threadIdx.x) - kFirstCopies * kWarp;
+            ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves), kCopyThreads> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1 + SHIFTED), 1)
         return;
     }
 
-    if constexpr (CONSUMERS == 2 || SHIFTED) ptx::registers_take<SHIFTED && CONSUMERS == 2 ? 200 : 232>();
+    if constexpr (CONSUMERS == 2) ptx::registers_take<SHIFTED ? 224 : 232>();
     if constexpr (CONSUMERS == 3) ptx::registers_take<152>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave

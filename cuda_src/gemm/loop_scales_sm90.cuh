@@ -32,11 +32,11 @@ struct ScalePlace {
     RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
 };
 
-// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them per
-// thread of two warps. Fewer than 2^32 scales.
-template <int ROWS, int COUNT>
+// Scales of a stage that threads of one or two warps copy, in any layout: the ROWS rows of a, then columns of b. Fewer
+// than 2^32 scales.
+template <int ROWS, int COUNT, int THREADS>
 struct ScaleCopies {
-    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    static constexpr int kThreads = THREADS, kEach = (COUNT + kThreads - 1) / kThreads;
     static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
     u32 at[kEach], exist = 0;
 

@@ -1,6 +1,6 @@
 // Operands of 8-bit elements whose rows are odd multiples of 8 bytes apart, which TMA does not read: in a tensor map of
-// pairs of rows, the second one begins 8 bytes early. So odd rows of a stage begin with 8 bytes of the k before, and a
-// warpgroup of its own moves them by 8 bytes to the left before the consumers multiply; the last 8 are the first ones of
+// pairs of rows, the second one begins 8 bytes early. So odd rows of a stage begin with 8 bytes of the k before, and two
+// warps beside the producer move them by 8 bytes to the left before the consumers multiply; the last 8 are the first ones of
 // the next stage. Behind the last of k, even rows have 8 bytes of the next row, which become 0. A last row that has no
 // pair is copied from memory, by way of slots that belong to one thread each.
 //
@@ -18,7 +18,7 @@ namespace rtk {
 template <int ROWS, int COLS, int STAGES>
 struct ShiftedRows {
     static constexpr u32 kStageBytes = (ROWS + COLS) * kTileRow;
-    static constexpr int kThreads = 128, kRowPairs = kThreads / 16;  // odd rows that threads move at a time, 8 bytes each
+    static constexpr int kThreads = 2 * kWarp, kRowPairs = kThreads / 16;  // odd rows that threads move at a time, 8 bytes each
     static constexpr int kAhead = 3;  // stages by which rows without a pair are asked for in advance
     static constexpr u32 kSlots = 8 * STAGES, kSlotBytes = 2 * kTileRow;  // behind the barriers
     using State = PipelineState<STAGES>;

@@ -18,7 +18,7 @@ class Tile(NamedTuple):
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
     both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
-    operands are odd multiples of 8 bytes, every second one of which a warpgroup of its own moves.
+    operands are odd multiples of 8 bytes, every second one of which two warps of the producers move.
     """
 
     consumers: int
@@ -35,8 +35,8 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumers, a warpgroup of producers, and one that moves rows."""
-        return 128 * (self.consumers + 1 + self.shifted)
+        """Threads of a block: the consumers and a warpgroup of producers."""
+        return 128 * (self.consumers + 1)
 
     def shared(self, scales: int, groups: int) -> int:
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""

@@ -405,7 +405,7 @@ def test_what_is_unsupported() -> None:
 
 def test_tiles_fit_in_shared_memory() -> None:
     variants = sm90_plan.GEMM.variants(targets.parse("sm_90a"))
-    assert len(variants) == len(set(variants)) <= 92
+    assert len(variants) == len(set(variants)) <= 97
     for variant in variants:
         tile = Tile(*variant[4:10])
         groups = tile_choice.MAX_GROUPS if tile in tile_choice._SLOWER else 0  # others are for dense results
