@@ -18,9 +18,8 @@
 //   kRowScales       a factor per row (of a) and one per tile (of b), both 1 if absent: 1x128 with 128x128, 128x128 with
 //                    128x128, or promotion alone
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
-// SHIFTED: rows of operands are odd multiples of 8 bytes apart, and two warps beside the producer move every second one
-// (gemm/shifted_rows_sm90.cuh). Then there are no groups, and `starts` and `ends` are the last rows of a and b if they have
-// no pair.
+// SHIFTED: rows of operands are odd multiples of 8 bytes apart (gemm/shifted_rows_sm90.cuh). Then there are no groups, and
+// `starts` and `ends` are the last rows of a and b if they have no pair.
 // With flags.starts(), sums begin with the fp32 result so far instead of 0, and the result is stored, not added.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
@@ -46,8 +45,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               const i32* starts, const i32* ends, void* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
               i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
-              i64 groups,
-              i64 flags_and_band) {
+              i64 groups, i64 flags_and_band) {
     // Warpgroups that multiply the same tile. With WAVES, each has its own: one multiplies while the other one finishes.
     constexpr bool kPingPong = WAVES > 1;
     static_assert(!kPingPong || (CONSUMERS == 2 && SCALES == kNoScales && FINISH == kPlainFinish), "two tiles, plain results");
@@ -64,12 +62,12 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
-    constexpr bool kGated = FINISH == kGatedFinish;
     // Two operands that lie across need more registers for their copies than the producer has left for a share, and
     // gated sums with scales more than consumers have.
     constexpr bool kSharesFinish = FINISH == kPlainFinish || (FINISH == kGatedFinish && SCALES == kNoScales);
     constexpr bool kSplits = kSharesFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
+    constexpr bool kGated = FINISH == kGatedFinish;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
@@ -254,12 +252,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
         }
         if constexpr (SCALES == kNoScales) {
-            if (blocks == 0 && !starts) {
-#pragma unroll
-                for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-                    for (Sum& sum : sums[w]) sum = 0;
-            }
+            if (blocks == 0 && !starts) clear(sums);
             PipelineState<STAGES> last = state;
             // A wait for a stage names one bit of its phase, so that all earlier stages must have arrived.
             if (kPingPong && share.index != blockIdx.x) ptx::named_barrier_sync(kOrderBarriers + consumer, 256);
@@ -281,12 +274,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks != 0 && speaks) pipeline.release(last);
             if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
-            if (!starts) {
-#pragma unroll
-                for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-                    for (float& sum : sums[w]) sum = 0.0f;
-            }
+            if (!starts) clear(sums);
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
@@ -336,20 +324,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
                     if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);
                     const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
-#pragma unroll
-                    for (int j = 0; j < kUnitCols / 8; ++j) {
-                        float2 of_column = make_float2(1.0f, 1.0f);
-                        if constexpr (SCALES == kColumnScales)
-                            of_column =
-                                *reinterpret_cast<const float2*>(of_stage + kRows + kUnitCols * half + 8 * j + lane % 4 * 2);
-#pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            const float x = times[r] * of_column.x, y = times[r] * of_column.y;
-                            float* const total = sums[w] + kUnitCols / 2 * half + 4 * j + 2 * r;
-                            total[0] += x * static_cast<float>(part[4 * j + 2 * r]);
-                            total[1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
-                        }
-                    }
+                    promote<SCALES == kColumnScales>(sums[w] + kUnitCols / 2 * half, part, times,
+                                                     of_stage + kRows + kUnitCols * half + lane % 4 * 2);
                 }
                 if (SCALES == kColumnScales) pipeline.release_warp(here);
             }
@@ -368,20 +344,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     parts.put(sums[0], consumer, ring.barrier);
                     continue;
                 }
-                // Every block has a part. Asking for it keeps the compiler from spilling registers in one of the loops.
-                auto has_any = [&](u32 block) { return SCALES == kColumnScales || share.has_any(block, count); };
-                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
-                    if (has_any(block)) parts.wait(block, consumer);
-                __threadfence();
-                u32 block = blockIdx.x + 1;
-                if constexpr (COLS <= 128 && CONSUMERS <= 2 && SCALES != kColumnScales) {  // others have no registers for it
-#pragma unroll 1
-                    for (; share.has_part(block + 1, count) && has_any(block) && has_any(block + 1); block += 2)
-                        parts.add_two(sums[0], block, block + 1);
-                }
-#pragma unroll 1
-                for (; share.has_part(block, count); ++block)
-                    if (has_any(block)) parts.add(sums[0], block);
+                // Others than these have no registers for two parts at a time.
+                constexpr bool kTwo = COLS <= 128 && CONSUMERS <= 2 && SCALES != kColumnScales;
+                parts.template add_others<kTwo, SCALES != kColumnScales>(sums[0], share, count, consumer);
             }
         }
 
@@ -415,15 +380,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             } else if constexpr (kOutCols % 128 == 0) {
                 const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
                                       static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
-                ResultPart part = part_of(0);
-                if (part.rows > 0) store_codes(results[0], ring, codes, part);
+                store_codes(results[0], ring, codes, part_of(0));
                 if constexpr (kOutCols == 256) {
+                    if (tile.n + 128 >= columns) continue;
+                    finish_in_registers<kGated, COLS, 128>(sums[0], row_factor[0], own_columns, flags.register_act(), existing,
+                                                           results[0]);
+                    ResultPart part = part_of(0);
                     part.n += 128;
-                    if (part.rows > 0 && part.n < columns) {
-                        finish_in_registers<kGated, COLS, 128>(sums[0], row_factor[0], own_columns, flags.register_act(), existing,
-                                                               results[0]);
-                        store_codes(results[0], ring, codes, part);
-                    }
+                    store_codes(results[0], ring, codes, part);
                 }
             }
         }

@@ -31,7 +31,7 @@ _THREADS = 256
 _VECTOR = 16
 _SECTOR = 32
 _LINE = 128  # multiples at which rows of copies begin
-_COPY_CYCLES = (5000, 2000)  # of a launch, and bytes read or written in a cycle (H200)
+_COPY_CYCLES = (7360, 2930)  # of a launch, and bytes read or written in a cycle (H200)
 _MIN_ROWS = 256  # of a, for copies that are not necessary
 _GAIN = 0.96  # part of the time that a product may take with aligned copies, at most
 

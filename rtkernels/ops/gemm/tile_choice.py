@@ -107,19 +107,19 @@ class Choice(NamedTuple):
 
 
 # Clock cycles of an H200, fitted to times in docs/decisions/gemm.md.
-_START = 5400  # until the first stage has arrived
-_STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of k of 128 x 256 results
-_ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
-_ROW = 2.1  # of 128 bytes from L2, at least
-_LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {8: 1.66, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
-_MOVED = 1.0  # of each row of a stage of which every second one is moved, which shared memory then does not deliver
-_EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
-_PINGPONG = 1.06  # how much longer a stage takes in ping-pong
+_START = 6860  # until the first stage has arrived
+_STEP = {NO_SCALES: 1024, ROW_SCALES: 1156, COLUMN_SCALES: 1860}  # 128 bytes of k of 128 x 256 results
+_ALONE = 1.22  # how much longer a single warpgroup takes, which cannot hide what is between its products
+_ROW = 2.38  # of 128 bytes from L2, at least
+_LINE = (1.26, 0.985)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
+_ROWS = {8: 1.685, 16: 1.685, 32: 1.13, 64: 1.13}  # how much longer loads take, by the multiple at which rows begin
+_MOVED = 4.7  # of each row of a stage of which two warps move every second one
+_EPILOGUE = (2295, 4.6)  # of a tile, and of each of its columns
+_PINGPONG = 0.94  # how much longer a stage takes in ping-pong, with what _HANDOVER does not count
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
-_BYTES, _OF_AN_SM = 1750, 25  # that memory delivers in a cycle, at most, and to one SM
-_PART = {True: (1200, 64), False: (2000, 64)}  # for sums that a block passes to another one: latency, bytes in a cycle
-_LAUNCH = {True: 500, False: 1500}  # by which the launch of blocks that wait for each other takes longer
+_BYTES, _OF_AN_SM = 2300, 83  # that memory delivers in a cycle, at most, and to one SM
+_PART = {True: (1180, 56), False: (1835, 62)}  # for sums that a block passes to another one: latency, bytes in a cycle
+_LAUNCH = {True: 590, False: 1525}  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
 _DOUBT = 1.06  # by how much sharing must be faster
 _MAX_PARTS = 8  # blocks that share a tile
@@ -133,11 +133,12 @@ def loads(pitch_bytes: int) -> float:
 
 
 def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
-    """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
+    """Return the cycles of a stage: products, loads or moves, whatever takes longest. `busy`: SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
-    products += _MOVED * (tile.rows * size.a_moved + tile.cols * size.b_moved)
     line = _LINE[0] + _LINE[1] * busy
-    return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
+    loading = tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line)
+    moving = _MOVED * (tile.rows * size.a_moved + tile.cols * size.b_moved)
+    return max(products, loading, moving)
 
 
 def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
