@@ -78,7 +78,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
             if pair in SHIFTED and scales in ((NO_SCALES,) if pair[0] in INTEGERS else (NO_SCALES, ROW_SCALES)):
-                for tile in SHIFTED_TILES if scales == NO_SCALES else SHIFTED_TILES[:-1]:
+                for tile in SHIFTED_TILES:
                     yield (*types, False, False, *tile, scales, PLAIN)
             if pair in REGISTERS and scales != COLUMN_SCALES:
                 yield (*types, False, False, *LARGE, scales, QUANTIZED)

@@ -56,7 +56,6 @@ PINGPONG = Tile(2, 2, 128, 5, 2)
 NARROW = Tile(1, 1, 64, 12, 2)  # for few rows: twice as many blocks, so that fewer of them share k
 SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
     Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True), Tile(1, 1, 64, 12, 2, True),
-    Tile(2, 1, 256, 4, 1, True),
 )  # fmt: skip
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW, PINGPONG),
