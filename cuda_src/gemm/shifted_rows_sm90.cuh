@@ -19,7 +19,7 @@ template <int ROWS, int COLS, int STAGES>
 struct ShiftedRows {
     static constexpr u32 kStageBytes = (ROWS + COLS) * kTileRow;
     static constexpr int kThreads = 2 * kWarp, kRowPairs = kThreads / 16;  // odd rows that threads move at a time, 8 bytes each
-    static constexpr int kAhead = 3;  // stages by which rows without a pair are asked for in advance
+    static constexpr int kPrefetched = 3;  // stages by which rows without a pair are asked for in advance
     static constexpr u32 kSlots = 8 * STAGES, kSlotBytes = 2 * kTileRow;  // behind the barriers
     using State = PipelineState<STAGES>;
 
@@ -70,7 +70,7 @@ struct ShiftedRows {
         begin_last(0, last_a, tile, rows - tile.row - 1, ROWS, 0);
         begin_last(1, last_b, tile, columns - tile.n - 1, COLS, ROWS);
         const i32 valid = depth - tile.k, loaded = loaded_depth(tile, depth);  // bytes of k: that there are, and that come
-        for (int i = 0; i < kAhead; ++i) ask(i, valid);
+        for (int i = 0; i < kPrefetched; ++i) ask(i, valid);
         int step = 0;
 #pragma unroll 1
         for (i32 k = 0; k < tile.depth; k += static_cast<i32>(kTileRow), ++step, state.advance()) {
@@ -89,8 +89,8 @@ struct ShiftedRows {
                 for (int i = static_cast<int>(row); i < ROWS + COLS; i += 2 * kRowPairs)
                     ptx::st_shared_8(stage + i * kTileRow + swizzled(row, static_cast<u32>(half)), Raw<8>{});
             }
-            ask(step + kAhead, valid);
-            ptx::cp_async_wait<kAhead>();
+            ask(step + kPrefetched, valid);
+            ptx::cp_async_wait<kPrefetched>();
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 if (last[i] != nullptr) ptx::st_shared_8(stage + last_place[i], ptx::ld_shared_8(slot(i, step)));
@@ -106,7 +106,7 @@ struct ShiftedRows {
 
    private:
     RTK_DEVICE ptx::SharedAddress slot(int operand, int step) const {
-        return ready + kSlots + static_cast<u32>(step % (kAhead + 1)) * kSlotBytes + operand * kTileRow + 8 * half;
+        return ready + kSlots + static_cast<u32>(step % (kPrefetched + 1)) * kSlotBytes + operand * kTileRow + 8 * half;
     }
 
     RTK_DEVICE void begin_last(int i, const void* from, const ProductTile& tile, int at, int limit, u32 first) {

@@ -239,9 +239,9 @@ DENSE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     ),
     "shifted_last_shared": (
         131,
-        515,
+        387,
         904,
-        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "halves": "ab", "tile": SHIFTED, "sharing": 2, "grid": 9},
+        {"a": "e4m3", "sums": "fast", "scale_a": ROW, "halves": "ab", "tile": SHIFTED, "sharing": 2, "grid": 7},
     ),
     "shifted_int8": (70, 67, 1000, {"a": "int8", "out": "int32", "halves": "ab", "tile": SHIFTED_ONE}),
     "shifted_int8_rows": (131, 131, 8, {"a": "int8", "scale_a": ROW, "scale_b": ROW, "halves": "ab", "tile": SHIFTED}),
