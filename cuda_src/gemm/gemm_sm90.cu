@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Shifted = ShiftedRows<Operands::kRows, COLS, STAGES>;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
-    constexpr int kFirstCopies = kConsumerWarps + (SHIFTED ? 1 : 2), kCopyThreads = SHIFTED ? kWarp : 2 * kWarp;
+    constexpr int kCopies = SHIFTED ? kConsumerWarps + 1 : kConsumerWarps / 2 + 1, kCopyThreads = SHIFTED ? kWarp : 2 * kWarp;
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                         ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
                 }
             }
-        } else if (SCALES != kNoScales && warp >= kFirstCopies && (copies_a || copies_b)) {
-            const int thread = static_cast<int>(threadIdx.x) - kFirstCopies * kWarp;
+        } else if (SCALES != kNoScales && warp / (kCopyThreads / kWarp) == kCopies && (copies_a || copies_b)) {
+            const int thread = static_cast<int>(threadIdx.x) % kCopyThreads;
             ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves), kCopyThreads> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
             for (Share share = own_share(); share.exists(); share.next()) {
