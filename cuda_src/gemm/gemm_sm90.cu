@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
               const i32* starts, const i32* ends, void* shared_sums, u32* arrived, i64 rows, i64 columns, i64 depth,
               i64 a_row_pitch, i64 a_depth_pitch, i64 a_group_pitch, i64 b_row_pitch, i64 b_depth_pitch, i64 b_group_pitch,
               i64 scale_rows, i64 scale_shifts, i64 out_pitch, i64 out_group_pitch, i64 out_scale_pitch, i64 add_pitch,
-              i64 groups,
-              i64 flags_and_band) {
+              i64 groups, i64 flags_and_band) {
     // Warpgroups that multiply the same tile. With WAVES, each has its own: one multiplies while the other one finishes.
     constexpr bool kPingPong = WAVES > 1;
     static_assert(!kPingPong || (CONSUMERS == 2 && SCALES == kNoScales && FINISH == kPlainFinish), "two tiles, plain results");
@@ -56,18 +55,19 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     // Two products of the same rows of a, which are read from shared memory once.
     constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     static_assert(!SHIFTED || (sizeof(A) == 1 && WAVES == 1 && SCALES != kColumnScales && FINISH == kPlainFinish), "8 bits, plain");
-    using Shifted = ShiftedRows<Operands::kRows, COLS, 128 * CONSUMERS>;
+    using Shifted = ShiftedRows<Operands::kRows, COLS, STAGES>;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
     constexpr int kScaleFloats = SCALES == kNoScales ? 0 : kRows + (SCALES == kColumnScales ? COLS : 32);
+    constexpr int kCopies = SHIFTED ? kConsumerWarps + 1 : kConsumerWarps / 2 + 1, kCopyThreads = SHIFTED ? kWarp : 2 * kWarp;
     constexpr int kCutBarrier = 1 + CONSUMERS, kOrderBarriers = 2 + CONSUMERS;
     // With scales in the loop, one part of the products at a time has its own registers.
     constexpr int kHalves = (COLS + 127) / 128, kUnitCols = COLS / kHalves;
-    constexpr bool kGated = FINISH == kGatedFinish;
     // Two operands that lie across need more registers for their copies than the producer has left for a share, and
     // gated sums with scales more than consumers have.
     constexpr bool kSharesFinish = FINISH == kPlainFinish || (FINISH == kGatedFinish && SCALES == kNoScales);
     constexpr bool kSplits = kSharesFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
+    constexpr bool kGated = FINISH == kGatedFinish;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     float* const column_values = scales + STAGES * kScaleFloats;  // [CONSUMERS, 2, COLS]
     u8* const barriers = reinterpret_cast<u8*>(column_values + CONSUMERS * 2 * COLS);
     const Pipeline<STAGES> pipeline{ptx::shared_address(barriers)};
+    Shifted shifted(ptx::shared_address(barriers) + Pipeline<STAGES>::kBytes);  // where groups would have their table
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const u64 places = reinterpret_cast<u64>(out) | reinterpret_cast<u64>(add);
@@ -96,7 +97,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         ptx::tma_prefetch_map(scale_a_map);
         ptx::tma_prefetch_map(scale_b_map);
         ptx::tma_prefetch_map(out_map);
-        pipeline.init(copies_a || copies_b ? 1 + 2 * kWarp : 1, 4 * kTogether);
+        if constexpr (SHIFTED) shifted.init();
+        pipeline.init(copies_a || copies_b ? 1 + kCopyThreads : 1, 4 * kTogether);
     }
     ptx::wait_for_previous();
     ProductTiles<kRows, kOutCols> tiles(reinterpret_cast<ProductGroup*>(barriers + Pipeline<STAGES>::kBytes), starts, ends, kind,
@@ -111,8 +113,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     auto own_share = [&] { return Share(count, shared_sums != nullptr, kDepth, static_cast<i32>(depth), upper(groups)); };
 
     if (warp >= kConsumerWarps) {
-        if constexpr (CONSUMERS >= 2) ptx::registers_give<40>();
-        if (threadIdx.x == kConsumerWarps * kWarp) {
+        if constexpr (CONSUMERS >= 2) ptx::registers_give<SHIFTED ? 56 : 40>();
+        if (SHIFTED && warp >= kConsumerWarps + 2) {
+            shifted.begin();
+            for (Share share = own_share(); share.exists(); share.next())
+                shifted.move_tile(pipeline, state, stages, share.tile(tiles, kDepth), starts, ends, static_cast<i32>(rows),
+                                  static_cast<i32>(columns), static_cast<i32>(depth), flags.shift_a(), flags.shift_b());
+        } else if (threadIdx.x == kConsumerWarps * kWarp) {
             const bool rows_too = SCALES != kNoScales && flags.loop_scales_a() && flags.engine_scales_a();
             const bool columns_too = SCALES == kColumnScales && flags.loop_scales_b() && flags.engine_scales_b();
             const u32 bytes = Operands::kStageBytes + (rows_too ? 4 * kRows : 0) + (columns_too ? 4 * COLS : 0);
@@ -138,9 +145,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                         ptx::tma_load_3d(to + 4 * kRows, scale_b_map, full, tile.n, static_cast<i32>(block >> of_b.depth_shift), group_b);
                 }
             }
-        } else if (SCALES != kNoScales && warp / 2 == kConsumerWarps / 2 + 1 && (copies_a || copies_b)) {
-            const int thread = static_cast<int>(threadIdx.x) % (2 * kWarp);
-            ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves)> copies;
+        } else if (SCALES != kNoScales && warp / (kCopyThreads / kWarp) == kCopies && (copies_a || copies_b)) {
+            const int thread = static_cast<int>(threadIdx.x) % kCopyThreads;
+            ScaleCopies<kRows, kRows + (SCALES == kColumnScales ? COLS : kHalves), kCopyThreads> copies;
             const int apart = SCALES == kColumnScales ? 1 : kGated ? static_cast<int>(columns) : 128;
             for (Share share = own_share(); share.exists(); share.next()) {
                 const ProductTile tile = share.tile(tiles, kDepth);
@@ -158,7 +165,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         return;
     }
 
-    if constexpr (CONSUMERS == 2) ptx::registers_take<232>();
+    if constexpr (CONSUMERS == 2) ptx::registers_take<SHIFTED ? 224 : 232>();
     if constexpr (CONSUMERS == 3) ptx::registers_take<152>();
     const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128;
     const int own_part = kPingPong ? 0 : consumer;  // of a tile, 64 rows per wave
@@ -178,18 +185,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     };
     if (kPingPong && consumer == 1) skip_tile();
     if (SCALES != kNoScales && share.exists()) next_tile = share.tile(tiles, kDepth);
-    Shifted shifted(flags.shift_a(), flags.shift_b());
+    auto wait_for = [&](const PipelineState<STAGES>& at) {
+        pipeline.wait(at);
+        if constexpr (SHIFTED) shifted.wait(at);
+    };
     for (; share.exists(); share.next()) {
         const ProductTile tile = SCALES == kNoScales ? share.tile(tiles, kDepth) : next_tile;
         Share after = share;
         after.next();
         const int blocks = (tile.depth + kDepth - 1) / kDepth;
         const int tail = kind == kDepthGroups ? tile.depth % kDepth : 0;  // of the last block; others continue its k
-        if constexpr (SHIFTED)
-            shifted.begin(tile, starts, ends, static_cast<i32>(rows), static_cast<i32>(columns), static_cast<i32>(depth));
-        auto move_rows = [&](const PipelineState<STAGES>& at, int i) {  // of the i-th stage of the tile
-            if constexpr (SHIFTED) shifted.move(pipeline, at, stages, tile, i * kDepth, static_cast<i32>(depth), kCutBarrier);
-        };
         // Row and column operands of the epilogue, loaded before the products where registers allow.
         constexpr int kColumnsEach = (COLS + 127) / 128;
         u32 row_bits[WAVES][2] = {}, factor_bits[kColumnsEach], bias_bits[kColumnsEach];
@@ -247,20 +252,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             }
         }
         if constexpr (SCALES == kNoScales) {
-            if (blocks == 0 && !starts) {
-#pragma unroll
-                for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-                    for (Sum& sum : sums[w]) sum = 0;
-            }
+            if (blocks == 0 && !starts) clear(sums);
             PipelineState<STAGES> last = state;
             // A wait for a stage names one bit of its phase, so that all earlier stages must have arrived.
             if (kPingPong && share.index != blockIdx.x) ptx::named_barrier_sync(kOrderBarriers + consumer, 256);
             for (int i = 0; i < blocks; ++i, state.advance()) {
-                pipeline.wait(state);
+                wait_for(state);
                 if (!kPingPong && tail != 0 && i == blocks - 1)
                     Operands::cut(base + state.stage * Operands::kStageBytes, tail, kCutBarrier);
-                move_rows(state, i);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
@@ -275,12 +274,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             if (blocks != 0 && speaks) pipeline.release(last);
             if (kPingPong && after.exists()) ptx::named_barrier_arrive(kOrderBarriers + 1 - consumer, 256);
         } else {
-            if (!starts) {
-#pragma unroll
-                for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-                    for (float& sum : sums[w]) sum = 0.0f;
-            }
+            if (!starts) clear(sums);
             if (blocks == 0 && after.exists()) next_tile = after.tile(tiles, kDepth);
             Sum part[kUnitCols / 2];
             u32 left[4][4];
@@ -291,8 +285,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };
             if (blocks != 0) {
-                pipeline.wait(state);
-                move_rows(state, 0);
+                wait_for(state);
                 begin_stage(state, blocks == 1);
             }
             for (int i = 0; i < blocks; ++i) {
@@ -326,34 +319,20 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                                    ? of_stage[(v * kTogether + own_part) * 64 + own_row + 8 * r]
                                                    : 1.0f;
                     }
-                    if (unit == kLastUnit && i + 1 < blocks) {
-                        pipeline.wait(state);
-                        move_rows(state, i + 1);
-                    }
+                    if (unit == kLastUnit && i + 1 < blocks) wait_for(state);
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
                     if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);
                     const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
-#pragma unroll
-                    for (int j = 0; j < kUnitCols / 8; ++j) {
-                        float2 of_column = make_float2(1.0f, 1.0f);
-                        if constexpr (SCALES == kColumnScales)
-                            of_column =
-                                *reinterpret_cast<const float2*>(of_stage + kRows + kUnitCols * half + 8 * j + lane % 4 * 2);
-#pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            const float x = times[r] * of_column.x, y = times[r] * of_column.y;
-                            float* const total = sums[w] + kUnitCols / 2 * half + 4 * j + 2 * r;
-                            total[0] += x * static_cast<float>(part[4 * j + 2 * r]);
-                            total[1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
-                        }
-                    }
+                    promote<SCALES == kColumnScales>(sums[w] + kUnitCols / 2 * half, part, times,
+                                                     of_stage + kRows + kUnitCols * half + lane % 4 * 2);
                 }
                 if (SCALES == kColumnScales) pipeline.release_warp(here);
             }
         }
 
         if (SHIFTED && tile.depth < loaded_depth(tile)) {
+            wait_for(state);
             pipeline.release_warp(state);
             state.advance();
         }
@@ -365,20 +344,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     parts.put(sums[0], consumer, ring.barrier);
                     continue;
                 }
-                // Every block has a part. Asking for it keeps the compiler from spilling registers in one of the loops.
-                auto has_any = [&](u32 block) { return SCALES == kColumnScales || share.has_any(block, count); };
-                for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
-                    if (has_any(block)) parts.wait(block, consumer);
-                __threadfence();
-                u32 block = blockIdx.x + 1;
-                if constexpr (COLS <= 128 && CONSUMERS <= 2 && SCALES != kColumnScales) {  // others have no registers for it
-#pragma unroll 1
-                    for (; share.has_part(block + 1, count) && has_any(block) && has_any(block + 1); block += 2)
-                        parts.add_two(sums[0], block, block + 1);
-                }
-#pragma unroll 1
-                for (; share.has_part(block, count); ++block)
-                    if (has_any(block)) parts.add(sums[0], block);
+                // Others than these have no registers for two parts at a time.
+                constexpr bool kTwo = COLS <= 128 && CONSUMERS <= 2 && SCALES != kColumnScales;
+                parts.template add_others<kTwo, SCALES != kColumnScales>(sums[0], share, count, consumer);
             }
         }
 
@@ -412,15 +380,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             } else if constexpr (kOutCols % 128 == 0) {
                 const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
                                       static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};
-                ResultPart part = part_of(0);
-                if (part.rows > 0) store_codes(results[0], ring, codes, part);
+                store_codes(results[0], ring, codes, part_of(0));
                 if constexpr (kOutCols == 256) {
+                    if (tile.n + 128 >= columns) continue;
+                    finish_in_registers<kGated, COLS, 128>(sums[0], row_factor[0], own_columns, flags.register_act(), existing,
+                                                           results[0]);
+                    ResultPart part = part_of(0);
                     part.n += 128;
-                    if (part.rows > 0 && part.n < columns) {
-                        finish_in_registers<kGated, COLS, 128>(sums[0], row_factor[0], own_columns, flags.register_act(), existing,
-                                                               results[0]);
-                        store_codes(results[0], ring, codes, part);
-                    }
+                    store_codes(results[0], ring, codes, part);
                 }
             }
         }

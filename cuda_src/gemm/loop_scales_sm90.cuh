@@ -18,6 +18,31 @@ struct Totals<Sum, kNoScales> {
     using Type = Sum;
 };
 
+template <typename Sum, int WAVES, int SUMS>
+RTK_DEVICE void clear(Sum (&sums)[WAVES][SUMS]) {
+#pragma unroll
+    for (int w = 0; w < WAVES; ++w)
+#pragma unroll
+        for (Sum& sum : sums[w]) sum = 0;
+}
+
+// Adds `part`, a thread's sums of a stage, to its totals, times the factors of its two rows, and, with COLUMNS, those of
+// its columns, of which there are two in every eight.
+template <bool COLUMNS, typename Sum, int SUMS>
+RTK_DEVICE void promote(float* totals, const Sum (&part)[SUMS], const float (&of_rows)[2], const float* of_columns) {
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; ++j) {
+        float2 of_column = make_float2(1.0f, 1.0f);
+        if constexpr (COLUMNS) of_column = *reinterpret_cast<const float2*>(of_columns + 8 * j);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float x = of_rows[r] * of_column.x, y = of_rows[r] * of_column.y;
+            totals[4 * j + 2 * r] += x * static_cast<float>(part[4 * j + 2 * r]);
+            totals[4 * j + 2 * r + 1] += y * static_cast<float>(part[4 * j + 2 * r + 1]);
+        }
+    }
+}
+
 // Scale (i, j) of an operand covers `rows` rows (0: all) and 64 << depth_shift of k.
 struct ScalePlace {
     const float* scale;
@@ -32,11 +57,11 @@ struct ScalePlace {
     RTK_DEVICE i64 of_depth(u32 block) const { return static_cast<i64>(block >> depth_shift) * depth_pitch; }
 };
 
-// Scales of a stage that threads copy, in any layout: the ROWS rows of a, then columns of b, every 64th of them per
-// thread of two warps. Fewer than 2^32 scales.
-template <int ROWS, int COUNT>
+// Scales of a stage that threads of one or two warps copy, in any layout: the ROWS rows of a, then columns of b. Fewer
+// than 2^32 scales.
+template <int ROWS, int COUNT, int THREADS>
 struct ScaleCopies {
-    static constexpr int kThreads = 2 * kWarp, kEach = (COUNT + kThreads - 1) / kThreads;
+    static constexpr int kThreads = THREADS, kEach = (COUNT + kThreads - 1) / kThreads;
     static_assert(ROWS % kThreads == 0, "no thread has to ask whose scale it copies");
     u32 at[kEach], exist = 0;
 

@@ -204,6 +204,25 @@ struct SharedSums {
         }
     }
 
+    // Called by the block with the first part of a tile: waits for the others and adds them in order, TWO at a time. Every
+    // block has a part; to ASK for it keeps the compiler from spilling registers in one of the loops.
+    template <bool TWO, bool ASK, typename Share>
+    RTK_DEVICE void add_others(Sum (&own)[4 * VECTORS], const Share& share, u32 count, int consumer) const {
+        auto has_any = [&](u32 block) { return !ASK || share.has_any(block, count); };
+        for (u32 block = blockIdx.x + 1; share.has_part(block, count); ++block)
+            if (has_any(block)) wait(block, consumer);
+        __threadfence();
+        u32 block = blockIdx.x + 1;
+        if constexpr (TWO) {
+#pragma unroll 1
+            for (; share.has_part(block + 1, count) && has_any(block) && has_any(block + 1); block += 2)
+                add_two(own, block, block + 1);
+        }
+#pragma unroll 1
+        for (; share.has_part(block, count); ++block)
+            if (has_any(block)) add(own, block);
+    }
+
    private:
     RTK_DEVICE Four* place(u32 block) const { return sums + block * (VECTORS * kThreads) + threadIdx.x; }
 };

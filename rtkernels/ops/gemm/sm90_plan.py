@@ -13,13 +13,28 @@ import torch
 
 from rtkernels.ops.gemm.mma_kernels import spans_of_rows
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, FP8, Groups, Matrix, Product, Scales
+from rtkernels.ops.gemm.sm90_limits import (
+    ACTS,
+    INTEGERS,
+    OUTPUTS,
+    PAIRS,
+    REGISTERS,
+    SHIFTED,
+    TYPES,
+    finish_of,
+    in_loop,
+    is_shifted,
+    loop_scales,
+)  # fmt: skip
+from rtkernels.ops.gemm.sm90_limits import (
+    unsupported as unsupported,  # of this backend
+)
 from rtkernels.ops.gemm.tile_choice import (
     BETWEEN,
     COLUMN_SCALES,
     GATED,
     GATED_TILES,
     LARGE,
-    MAX_GROUPS,
     NO_SCALES,
     PLAIN,
     QUANTIZED,
@@ -44,35 +59,28 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Memory, Offset, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
 
-_TYPES = {"bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "e5m2": "e5m2", "int8": "s8", "uint8": "u8"}  # in device code
-_BYTES = ("int8", "uint8")
-_PAIRS = {(t, t) for t in FLOAT16} | {(a, b) for kinds in (FP8, _BYTES) for a in kinds for b in kinds}
 _USUAL = {("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("int8", "int8")}  # pairs that have all tiles
-_OUTPUTS = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3, "e4m3": 4, "e5m2": 5}
-_SHIFTED = {("e4m3", "e4m3"), ("int8", "int8")}  # those whose rows may be multiples of 8 bytes
-_REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and gated results
-_ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GROUPS = {"rows": 1, "labels": 1, "masked": 2, "depth": 3}
 _BAND_ROWS = 2048  # rows of tiles that blocks walk together
 _GATED_ROWS, _GATED_BYTES = 128, 50 << 20  # of a and b, up to which small tiles of gated products are faster (H200)
 
 
 def _variants() -> Iterator[tuple[str | int | bool, ...]]:
-    for pair in sorted(_PAIRS):
-        types = tuple(_TYPES[t] for t in pair)
+    for pair in sorted(PAIRS):
+        types = tuple(TYPES[t] for t in pair)
         for scales, tiles in TILES.items():
             if pair[0] in FLOAT16 and scales == ROW_SCALES:
                 continue
-            if pair[0] in _BYTES and scales != NO_SCALES and pair != ("int8", "int8"):
+            if pair[0] in INTEGERS and scales != NO_SCALES and pair != ("int8", "int8"):
                 continue
             for tile in tiles if pair in _USUAL else (SMALL,):
                 if tile in BETWEEN and scales == ROW_SCALES and pair[0] not in FP8:
                     continue
                 yield (*types, False, False, *tile, scales, PLAIN)
-            if pair in _SHIFTED and scales in ((NO_SCALES,) if pair[0] in _BYTES else (NO_SCALES, ROW_SCALES)):
+            if pair in SHIFTED and scales in ((NO_SCALES,) if pair[0] in INTEGERS else (NO_SCALES, ROW_SCALES)):
                 for tile in SHIFTED_TILES:
                     yield (*types, False, False, *tile, scales, PLAIN)
-            if pair in _REGISTERS and scales != COLUMN_SCALES:
+            if pair in REGISTERS and scales != COLUMN_SCALES:
                 yield (*types, False, False, *LARGE, scales, QUANTIZED)
                 for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
                     yield (*types, False, False, *tile, scales, GATED)
@@ -96,117 +104,6 @@ GEMM = Kernel(
 KERNELS = (GEMM,)
 
 
-def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot compute a product on a target, or None."""
-    p = product
-    if "wgmma" not in target.features:
-        return f"{target} has no wgmma"
-    if (p.a.token, p.b.token) not in _PAIRS:
-        return f"wgmma has no product of {p.a.token} and {p.b.token}"
-    if p.a.token not in FLOAT16 and (p.a.across or p.b.across):
-        return f"wgmma reads {p.a.token} operands along k only"
-    if not (p.a.aligned and p.b.aligned) and not _is_shifted(p):
-        return "TMA needs operands whose address and rows are multiples of 16 bytes"
-    if p.k == 0:
-        return "there is nothing to add up"
-    if p.global_scale:
-        return "no global scale"
-    if p.out.token not in _OUTPUTS:
-        return f"results are {', '.join(_OUTPUTS)}"
-    if p.sums == "fp16":
-        return "sums are fp32 or int32"
-    if p.out.token == "int32" and (p.a.token in FLOAT16 + FP8 or p.scale_a or p.scale_b or p.bias or p.add or p.act):
-        return "int32 results are plain sums of integers"
-    if p.act not in _ACTS or p.gate not in _ACTS:
-        return f"activations are {', '.join(map(str, _ACTS))}"
-    return _unsupported_scales(p) or _unsupported_groups(p) or _unsupported_finish(p)
-
-
-def _is_shifted(p: Product) -> bool:
-    """Return True if rows that begin at odd multiples of 8 bytes are moved in shared memory."""
-    halves = [x.halves for x in (p.a, p.b)]
-    # Behind the first row of a pair, 8 bytes of the second one are read.
-    whole = all(x.aligned or (x.halves and x.pitch == p.k) for x in (p.a, p.b)) and min(p.m, p.n) > 1
-    return (
-        any(halves) and whole and not level() and (p.a.token, p.b.token) in _SHIFTED and not (p.a.across or p.b.across)
-        and p.groups is None and _finish(p) == PLAIN
-        and _loop_scales(p) in ((NO_SCALES,) if p.a.token in _BYTES else (NO_SCALES, ROW_SCALES))
-    )  # fmt: skip
-
-
-def _finish(p: Product) -> int:
-    return GATED if p.gate is not None else PLAIN if p.quantized is None else QUANTIZED
-
-
-def _unsupported_finish(p: Product) -> str | None:
-    if (p.out.token in FP8) != (p.quantized is not None):
-        return "fp8 results are quantised ones"
-    if _finish(p) == PLAIN:
-        return None
-    if (p.a.token, p.b.token) not in _REGISTERS or p.a.across or p.b.across:
-        return "gated and quantised results are made of bf16 or e4m3 operands along k"
-    if p.quantized not in (None, "1x128"):
-        return f"scales per {p.quantized} need more than a tile"
-    if p.add is not None or p.accumulate:
-        return "nothing is added to gated or quantised results"
-    if _loop_scales(p) == COLUMN_SCALES or (p.gate is not None and _in_loop(p.scale_b, p.k) and p.n % 128 != 0):
-        return "scales of b must cover 128 rows, and so must the gate"
-    if p.groups is not None and p.groups.kind in ("masked", "depth"):
-        return "these groups have plain results"
-    return None
-
-
-def _unsupported_scales(p: Product) -> str | None:
-    for name, scales in (("scale_a", p.scale_a), ("scale_b", p.scale_b)):
-        if scales is None:
-            continue
-        if scales.token != "fp32" or scales.swizzled:
-            return f"{name} must be fp32 and not swizzled"
-        stage = 128 // int(BYTES[p.a.token])
-        if 0 < scales.depth < p.k and (scales.depth % stage or scales.depth & (scales.depth - 1)):
-            return f"scales cover {stage} of k or {stage} times a power of two, not {scales.depth}"
-    if p.a.token in FLOAT16 and (_in_loop(p.scale_a, p.k) or (_in_loop(p.scale_b, p.k) and (p.a.across or p.b.across))):
-        return "16-bit operands have scales along k of b only, both operands along k"
-    if _loop_scales(p) != NO_SCALES and p.a.token not in (*FLOAT16, *FP8, "int8"):
-        return f"there is no scaled loop for {p.a.token}"
-    if _loop_scales(p) != NO_SCALES and p.a.token == "int8" and p.b.token != "int8":
-        return "there is no scaled loop for mixed integers"
-    return None
-
-
-def _unsupported_groups(p: Product) -> str | None:
-    g = p.groups
-    if g is None:
-        return None
-    if g.count > MAX_GROUPS:
-        return f"at most {MAX_GROUPS} groups, not {g.count}"
-    along_k = not (p.a.across and p.b.across)
-    if g.kind == "depth" and along_k and g.align * BYTES[p.a.token] % 16:
-        return "along k, TMA needs groups that begin at multiples of 16 bytes"
-    if g.kind == "depth" and _loop_scales(p) != NO_SCALES and g.align % 128 != 0:
-        return "scales per 128 of k need groups that begin at multiples of 128"
-    if p.add is not None and g.kind in ("masked", "depth"):
-        return "a matrix to add does not go with these groups"
-    return None
-
-
-def _in_loop(scales: Scales | None, k: int) -> bool:
-    """Return whether the main loop applies these scales; the epilogue does so with one for each row, or for all."""
-    if scales is None:
-        return False
-    # Accumulators that start from a result need products that have been scaled.
-    return scales.rows > 1 or (scales.depth > 0 if starts_from_result() else 0 < scales.depth < k)
-
-
-def _loop_scales(p: Product) -> int:
-    """Return which scales the main loop applies; fp8 sums that are to be fp32 take the loop without any."""
-    if _in_loop(p.scale_b, p.k) and (p.scale_b.rows % 128 != 0 or p.a.token in FLOAT16):
-        return COLUMN_SCALES
-    if _in_loop(p.scale_a, p.k) or _in_loop(p.scale_b, p.k) or (p.a.token in FP8 and p.sums == "fp32"):
-        return ROW_SCALES
-    return NO_SCALES
-
-
 def _token(matrix: Matrix) -> str:
     return matrix.token if matrix.token in FLOAT16 else "byte"
 
@@ -226,7 +123,7 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
     """Return boxes with a scale per row of the tile, or None if TMA cannot read these scales."""
-    if not _in_loop(scales, k) or scales.rows != 1 or scales.row_pitch != 1 or not scales.aligned:
+    if not in_loop(scales, k) or scales.rows != 1 or scales.row_pitch != 1 or not scales.aligned:
         return None
     if scales.depth_pitch % 4 or scales.group_pitch % 4 or (groups > 1 and scales.group_pitch == 0):
         return None
@@ -261,14 +158,14 @@ def steps(
     p, g = product, product.groups
     if p.m == 0 or p.n == 0 or (g is not None and g.count == 0):
         return Steps()
-    scales, finish, count = _loop_scales(p), _finish(p), g.count if g else 0
+    scales, finish, count = loop_scales(p), finish_of(p), g.count if g else 0
     sms = device_info(device).sm_count
     if tile is None or sharing is None:
         chosen = _choice(p, scales, sms, None if tile is None else Tile(*tile))
         tile, sharing, grid = chosen if sharing is None else (chosen.tile, sharing, grid)
     tile = Tile(*tile)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
-    variant = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
+    variant = (TYPES[p.a.token], TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
     sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]), grid)
     grid = (grid or sharing) if sharing else max(min(sms, tiles), 1)
     launch = GEMM.bind(
@@ -292,13 +189,13 @@ def candidates(product: Product, info: DeviceInfo) -> list[dict[str, Any]]:
     """Return the tiles and numbers of sharing blocks that can compute a product, for ``rtkernels tune``."""
     if product.m == 0 or product.n == 0:
         return []
-    found = _choices(product, _loop_scales(product), info.sm_count)
+    found = _choices(product, loop_scales(product), info.sm_count)
     return [{"tile": list(c.tile), "sharing": c.sharing, "grid": c.grid} for c in found]
 
 
 def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would get on an H200, for ``explain``."""
-    tile, sharing, grid = _choice(product, _loop_scales(product), 132)
+    tile, sharing, grid = _choice(product, loop_scales(product), 132)
     what = "the last ones" if grid else "them"
     how = f", {sharing} blocks share {what} along k" if sharing else ", in ping-pong" if tile.waves > 1 else ""
     return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{how}"
@@ -306,7 +203,7 @@ def summary(product: Product, target: Target) -> str:
 
 def estimate(product: Product, sms: int) -> float:
     """Return the cycles that a dense product would take."""
-    p, scales = product, _loop_scales(product)
+    p, scales = product, loop_scales(product)
     return cycles(_choice(p, scales, sms), _size_of(p), scales, sms)
 
 
@@ -323,7 +220,7 @@ def _arguments(
     p: Product, tile: Tile, scales: int, names: Mapping[str, str], sharing: int = 0
 ) -> list[str | int | Boxes | Offset]:
     """Return the arguments of the kernel, in its order."""
-    g, finish, count = p.groups, _finish(p), p.groups.count if p.groups else 0
+    g, finish, count = p.groups, finish_of(p), p.groups.count if p.groups else 0
     groups_a = count if g and g.kind == "masked" else 1
     groups_b = count if g and g.kind != "depth" else 1
     groups_out = count if g and g.kind in ("masked", "depth") else 1
@@ -346,12 +243,12 @@ def _arguments(
     if g and g.kind in ("rows", "labels") and g.align % 4:  # boxes begin at multiples of 16 bytes
         a_scales = None
     b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
-    factors = p.bias is not None or any(s is not None and not _in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
+    factors = p.bias is not None or any(s is not None and not in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
     flags = (
-        _OUTPUTS[p.out.token] | (_OUTPUTS[p.bias] if p.bias else 0) << 4 | (_OUTPUTS[p.add] if p.add else 0) << 6
-        | (_ACTS[p.act] << 8 if finish == PLAIN else _ACTS[p.gate or p.act] << 20)
+        OUTPUTS[p.out.token] | (OUTPUTS[p.bias] if p.bias else 0) << 4 | (OUTPUTS[p.add] if p.add else 0) << 6
+        | (ACTS[p.act] << 8 if finish == PLAIN else ACTS[p.gate or p.act] << 20)
         | accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
-        | _in_loop(p.scale_a, p.k) << 15 | _in_loop(p.scale_b, p.k) << 16 | factors << 18
+        | in_loop(p.scale_a, p.k) << 15 | in_loop(p.scale_b, p.k) << 16 | factors << 18
         | (a_scales is not None) << 24 | (b_scales is not None) << 25
         | (tile.shifted and p.a.halves) << 26 | (tile.shifted and p.b.halves) << 27
         | starts << 28
@@ -390,8 +287,9 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
 
 
 def _size_of(p: Product) -> Size:
-    size = int(BYTES[p.a.token])
-    return Size(p.m, _b_rows(p), p.k * size, loads(p.a.pitch * size), loads(p.b.pitch * size))
+    size, moved = int(BYTES[p.a.token]), is_shifted(p)
+    of_a, of_b = loads(p.a.pitch * size), loads(p.b.pitch * size)
+    return Size(p.m, _b_rows(p), p.k * size, of_a, of_b, moved and p.a.halves, moved and p.b.halves)
 
 
 def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choice:
@@ -401,9 +299,9 @@ def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choi
 
 def _choices(p: Product, scales: int, sms: int, only: Tile | None = None) -> list[Choice]:
     """Return the tiles that can compute a product, and how many blocks share its k, in the order of their cycles."""
-    g, m, n, finish = p.groups, p.m, p.n, _finish(p)
-    types = (_TYPES[p.a.token], _TYPES[p.b.token], p.a.across, p.b.across)
-    known = SHIFTED_TILES if _is_shifted(p) else GATED_TILES if finish == GATED else TILES[scales]
+    g, m, n, finish = p.groups, p.m, p.n, finish_of(p)
+    types = (TYPES[p.a.token], TYPES[p.b.token], p.a.across, p.b.across)
+    known = SHIFTED_TILES if is_shifted(p) else GATED_TILES if finish == GATED else TILES[scales]
     tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
     if p.accumulate and starts_from_result():  # the others have no registers left
         tiles = [tile for tile in tiles if tile.cols != 224 and (scales != ROW_SCALES or tile.cols < 256)]
@@ -415,7 +313,7 @@ def _choices(p: Product, scales: int, sms: int, only: Tile | None = None) -> lis
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count
         return [Choice(tile) for tile in ([only] if only else ranked_grouped(m, n, scales, finish, sms, tiles))]
-    if scales == ROW_SCALES and _in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
+    if scales == ROW_SCALES and in_loop(p.scale_b, p.k):  # a scale covers 128 columns of a tile
         tiles = [tile for tile in tiles if tile not in BETWEEN and tile.cols != 192]
     if only is not None:
         tiles = [only]

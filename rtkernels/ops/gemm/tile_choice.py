@@ -18,7 +18,7 @@ class Tile(NamedTuple):
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
     both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
-    operands are odd multiples of 8 bytes, every second one of which consumers move.
+    operands are odd multiples of 8 bytes, every second one of which two warps of the producers move.
     """
 
     consumers: int
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
         """Return the dynamic shared memory of a block in bytes; the last 1024 are for alignment."""
         floats = 0 if scales == NO_SCALES else self.rows + (self.cols if scales == COLUMN_SCALES else 32)
         stage = (self.rows + self.cols) * ROW + 4 * floats + 16
-        table = 12 * (groups + 1) if groups else 0
+        table = 8 * self.stages + 8 * ROW if self.shifted else 12 * (groups + 1) if groups else 0
         return self.stages * stage + self.consumers * (self.slots * BOX + 8 * self.cols) + table + 1024
 
 
@@ -55,7 +55,7 @@ SQUARE = Tile(3, 1, 192, 3, 3)
 PINGPONG = Tile(2, 2, 128, 5, 2)
 NARROW = Tile(1, 1, 64, 12, 2)  # for few rows: twice as many blocks, so that fewer of them share k
 SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
-    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True),
+    Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True), Tile(1, 1, 64, 12, 2, True),
 )  # fmt: skip
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW, PINGPONG),
@@ -81,6 +81,7 @@ class Size(NamedTuple):
     """What decides how long a dense product takes: rows and columns, and bytes of a row along k.
 
     ``a_rows``, ``b_rows``: how much longer L2 takes for 128 bytes of a row than if rows began at its lines (``loads``).
+    ``a_moved``, ``b_moved``: every second row is moved in shared memory.
     """
 
     m: int
@@ -88,6 +89,8 @@ class Size(NamedTuple):
     k_bytes: int
     a_rows: float = 1.0
     b_rows: float = 1.0
+    a_moved: bool = False
+    b_moved: bool = False
 
 
 class Choice(NamedTuple):
@@ -103,19 +106,19 @@ class Choice(NamedTuple):
 
 
 # Clock cycles of an H200, fitted to times in docs/decisions/gemm.md.
-_START = 5400  # until the first stage has arrived
-_STEP = {NO_SCALES: 1024, ROW_SCALES: 1340, COLUMN_SCALES: 1860}  # 128 bytes of k of 128 x 256 results
-_ALONE = 1.15  # how much longer a single warpgroup takes, which cannot hide what is between its products
-_ROW = 2.1  # of 128 bytes from L2, at least
-_LINE = (1.2, 0.9)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
-_ROWS = {8: 1.66, 16: 1.66, 32: 1.25, 64: 1.15}  # how much longer loads take, by the multiple at which rows begin
-_MOVED = 3.2  # of each row of a stage of which consumers move every second one
-_EPILOGUE = (2000, 11)  # of a tile, and of each of its columns
-_PINGPONG = 1.06  # how much longer a stage takes in ping-pong
+_START = 6860  # until the first stage has arrived
+_STEP = {NO_SCALES: 1024, ROW_SCALES: 1156, COLUMN_SCALES: 1860}  # 128 bytes of k of 128 x 256 results
+_ALONE = 1.22  # how much longer a single warpgroup takes, which cannot hide what is between its products
+_ROW = 2.38  # of 128 bytes from L2, at least
+_LINE = (1.26, 0.985)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
+_ROWS = {8: 1.685, 16: 1.685, 32: 1.13, 64: 1.13}  # how much longer loads take, by the multiple at which rows begin
+_MOVED = 4.7  # of each row of a stage of which two warps move every second one
+_EPILOGUE = (2295, 4.6)  # of a tile, and of each of its columns
+_PINGPONG = 0.94  # how much longer a stage takes in ping-pong, with what _HANDOVER does not count
 _HANDOVER = 200  # from the last product of a warpgroup to the first of the other one
-_BYTES, _OF_AN_SM = 1750, 25  # that memory delivers in a cycle, at most, and to one SM
-_PART = {True: (1200, 64), False: (2000, 64)}  # for sums that a block passes to another one: latency, bytes in a cycle
-_LAUNCH = {True: 500, False: 1500}  # by which the launch of blocks that wait for each other takes longer
+_BYTES, _OF_AN_SM = 2300, 83  # that memory delivers in a cycle, at most, and to one SM
+_PART = {True: (1180, 56), False: (1835, 62)}  # for sums that a block passes to another one: latency, bytes in a cycle
+_LAUNCH = {True: 590, False: 1525}  # by which the launch of blocks that wait for each other takes longer
 _HIDDEN = 0.01  # of the work counts even where memory takes longer
 _DOUBT = 1.06  # by how much sharing must be faster
 _MAX_PARTS = 8  # blocks that share a tile
@@ -129,12 +132,12 @@ def loads(pitch_bytes: int) -> float:
 
 
 def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
-    """Return the cycles of a stage: products or loads, whatever takes longer. `busy` is the part of SMs that load."""
+    """Return the cycles of a stage: products, loads or moves, whatever takes longest. `busy`: SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
-    if tile.shifted:
-        products += _MOVED * (tile.rows + tile.cols)
     line = _LINE[0] + _LINE[1] * busy
-    return max(products, tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line))
+    loading = tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line)
+    moving = _MOVED * (tile.rows * size.a_moved + tile.cols * size.b_moved)
+    return max(products, loading, moving)
 
 
 def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:

@@ -59,12 +59,12 @@ MEASURED = (
 
 @pytest.mark.parametrize("m, n, k, size, scales, times", MEASURED)
 def test_times(m: int, n: int, k: int, size: int, scales: int, times: dict) -> None:
-    """Estimates are near the times, and their order is that of the times, but for 5 %."""
+    """Estimates are near the times, and their order is that of the times, but for 7 %."""
     at = Size(m, n, k * size, loads(k * size), loads(k * size))
     estimates = {key: cycles(Choice(*key), at, scales, SMS) / CLOCK + 1.5 for key in times}
     for key, measured in times.items():
         assert estimates[key] == pytest.approx(measured, rel=0.17)
-    assert times[min(estimates, key=estimates.__getitem__)] <= 1.05 * min(times.values())
+    assert times[min(estimates, key=estimates.__getitem__)] <= 1.07 * min(times.values())
 
 
 def test_few_tiles_with_a_long_k_are_shared() -> None:
