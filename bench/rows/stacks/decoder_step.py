@@ -34,8 +34,8 @@ def _inputs(device: str, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = in_fp32(x)
-    return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).to(x.dtype)
+    full = in_fp32(x)
+    return (full * (full.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).to(x.dtype)
 
 
 def _plain_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_MOST_OF_WEIGHT = 2  # times its memory: gradients of logits that are kept by default
+_KEPT_WEIGHTS = 2  # times its memory: gradients of logits that are kept by default
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -167,7 +167,7 @@ def _kept(save: str | None, hidden: Tensor, weight: Tensor, bias: Tensor | None)
     if not needs_grad(weight, bias):
         return OF_HIDDEN
     rows = hidden.numel() // max(hidden.shape[-1], 1)
-    return OF_LOGITS if save == "gradients" or rows <= _MOST_OF_WEIGHT * weight.shape[-1] else 0
+    return OF_LOGITS if save == "gradients" or rows <= _KEPT_WEIGHTS * weight.shape[-1] else 0
 
 
 def _check_teacher(

@@ -122,10 +122,10 @@ def sums_of(
 
 def chunks_of_rows(rows: int, vocabulary: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Return the first row of each chunk, and the one behind its last: about equal ones, in whole tiles of products."""
-    most = (chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)
-    most = max(1, round(most / _TILE_ROWS)) * _TILE_ROWS if most >= _TILE_ROWS else max(most, _FEWEST_ROWS)
-    count = max(1, -(-rows // most))
-    each = min(most, -(-rows // (count * _TILE_ROWS)) * _TILE_ROWS)
+    limit = (chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)
+    limit = max(1, round(limit / _TILE_ROWS)) * _TILE_ROWS if limit >= _TILE_ROWS else max(limit, _FEWEST_ROWS)
+    count = max(1, -(-rows // limit))
+    each = min(limit, -(-rows // (count * _TILE_ROWS)) * _TILE_ROWS)
     return [(first, min(first + each, rows)) for first in range(0, rows, max(each, 1))]
 
 
@@ -138,15 +138,15 @@ def _forward(
     ids, device = row_ids(student_hidden, labels, ignore_index), states.device
     rows, vocabulary = len(states), len(weight)
     chunks = chunks_of_rows(rows, vocabulary, chunk_bytes)
-    most = max((end - first for first, end in chunks), default=0)
-    memory = [torch.empty(most, padded(vocabulary), dtype=torch.float32, device=device) for _ in range(2)]
+    largest = max((end - first for first, end in chunks), default=0)
+    memory = [torch.empty(largest, padded(vocabulary), dtype=torch.float32, device=device) for _ in range(2)]
     loss = torch.empty(rows, dtype=torch.float32, device=device)
     stats = torch.empty(STATS, rows, dtype=torch.float32, device=device)
     kept, ones = nothing(states), None
     if keeps:
         shape = (rows, padded(vocabulary)) if keeps == OF_LOGITS else states.shape
         kept = torch.empty(shape, dtype=states.dtype if keeps == OF_LOGITS else torch.float32, device=device)
-        ones = torch.ones(most, dtype=torch.float32, device=device)
+        ones = torch.ones(largest, dtype=torch.float32, device=device)
     slab = torch.empty(memory[0].shape, dtype=states.dtype, device=device) if keeps == OF_HIDDEN else None
     for first, end in chunks:
         some, count = slice(first, end), end - first
