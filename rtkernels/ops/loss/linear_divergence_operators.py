@@ -184,7 +184,7 @@ def _backward_kept(
     g = dloss.reshape(-1, 1)
     if labels is not None:
         g = g.masked_fill(labels.reshape(-1, 1) == ignore_index, 0.0)
-    dhidden = dweight = dbias = nothing(states)
+    dhidden, dweight, dbias = (nothing(states) for _ in range(3))
     if need_hidden:
         if keeps == OF_HIDDEN:
             sums = kept
