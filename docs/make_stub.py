@@ -146,6 +146,7 @@ WORDS_OF: dict[tuple[str, str], str] = {
     **{(name, "granularity"): "row channel" for name in ("quantize_fp8_smooth", "dequantize_fp8_smooth")},
     **{(name, "granularity"): "token block" for name in ("quantize_qk", "sage_attention")},
     **{(name, "layout"): "row both" for name in ("quantize_fp8", "quantize_fp8_hadamard")},
+    ("linear_divergence", "save"): "stats gradients",
     ("linear_logprob", "save"): "stats logits projected",
     ("quantize_nvfp4", "scale_rule"): "rne ceil mse",
     ("quantize_nvfp4", "elem_rule"): "rne away zero",

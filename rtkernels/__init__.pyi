@@ -52,7 +52,6 @@ from rtkernels.ops.index.row_moves import scatter_add as scatter_add
 from rtkernels.ops.layout.patchify import repeat_heads as repeat_heads
 from rtkernels.ops.layout.transpose import transpose_experts as transpose_experts
 from rtkernels.ops.loss.cross_entropy import check_labels as check_labels
-from rtkernels.ops.loss.linear_divergence import linear_divergence as linear_divergence
 from rtkernels.ops.moe.moe_index import moe_index as moe_index
 from rtkernels.ops.moe.moe_index import moe_row_id_map as moe_row_id_map
 from rtkernels.ops.moe.moe_index import moe_rows as moe_rows
@@ -670,6 +669,16 @@ def linear_logprob(
     = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None, out: Tensor |
     tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, ...]: ...
+
+def linear_divergence(
+    student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor | None = None, teacher_weight: Tensor |
+    None = None, *, beta: float = 0.0, temperature: float = 1.0, student_bias: Tensor | None = None, teacher_bias:
+    Tensor | None = None, teacher_ids: Tensor | None = None, teacher_logprobs: Tensor | None = None, tail: bool =
+    True, labels: Tensor | None = None, ignore_index: int = -100, save: Literal['stats', 'gradients'] | None = None,
+    chunk_bytes: int | None = None, group: Any = None, vocab_start: int | None = None, vocab_size: int | None = None,
+    out: Tensor | None = None
+) -> Tensor:
+    """Return the divergence of a student's next-token distribution Q from a teacher's P, for distillation."""
 
 def dequantize_fp8(
     q: Tensor, scale: Tensor, *, granularity: Literal['tensor', 'row', 'group', 'group_t', 'block', 'channel'] =

@@ -34,6 +34,7 @@ __all__ = [
 
 FAMILIES = (
     "torch", "inductor", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla", "torchao", "trl", "verl",
+    "thinkingmachines",
 )  # fmt: skip
 DISTRIBUTIONS = {
     "liger": "liger-kernel",
@@ -46,6 +47,7 @@ DISTRIBUTIONS = {
     "torchao": "torchao",
     "trl": "trl",
     "verl": "verl",
+    "thinkingmachines": "batch-invariant-ops",
 }
 _MODULES = {
     "liger": "liger_kernel",
@@ -58,6 +60,7 @@ _MODULES = {
     "torchao": "torchao",
     "trl": "trl",
     "verl": "verl",
+    "thinkingmachines": "batch_invariant_ops",
 }
 
 

@@ -1,4 +1,4 @@
-"""DeepGEMM's products, fla's linear attention and TorchAO's fp8 training, where they can be imported."""
+"""Products of DeepGEMM and batch_invariant_ops, fla's linear attention and TorchAO's fp8 training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,17 @@ def _torchao(recipe: str) -> Any:
     return prepare
 
 
+def _batch_invariant_ops(a: Any, b: Any) -> Call:
+    """The Triton product that Thinking Machines' package puts in the place of ``torch.mm``."""
+    from batch_invariant_ops import matmul_persistent
+
+    return lambda: matmul_persistent(a, b.t())
+
+
 ADAPTERS: Table = {
+    "invariant_mm": {"thinkingmachines": _batch_invariant_ops},
+    "invariant_wgrad": {"thinkingmachines": absent("batch_invariant_ops has no sums over micro-batches")},
+    "invariant_decode": {"thinkingmachines": absent("batch_invariant_ops has no attention")},
     "scaled_mm": {"deepgemm": _deepgemm},
     "lightning_attention_fwd": {"fla": _fla_forward},
     "lightning_attention_bwd": {"fla": _fla_backward},

@@ -6,12 +6,17 @@
 namespace rtk {
 
 struct Pair {
-    float log_q, log_p, q, p;
+    float log_q, log_p;
+};
+
+// log q - log M and log p - log M.
+struct Ratios {
+    float student, teacher;
 };
 
 // The distributions of a row at one column.
 struct Distributions {
-    float q_top, q_level, p_top, p_level, inverse, beta, log_beta, log_rest;
+    float q_top, q_level, p_top, p_level, inverse, beta;
 
     RTK_DEVICE Distributions(const float* stats, i64 row, i64 rows, double temperature, double beta)
         : q_top(anchored(stats[row])),
@@ -19,19 +24,16 @@ struct Distributions {
           p_top(anchored(stats[2 * rows + row])),
           p_level(stats[3 * rows + row]),
           inverse(1.0f / static_cast<float>(temperature)),
-          beta(static_cast<float>(beta)),
-          log_beta(logf(static_cast<float>(beta))),
-          log_rest(logf(1.0f - static_cast<float>(beta))) {}
+          beta(static_cast<float>(beta)) {}
 
     RTK_DEVICE Pair at(float student, float teacher) const {
-        const float log_q = (student * inverse - q_top) - q_level, log_p = (teacher * inverse - p_top) - p_level;
-        return {log_q, log_p, expf(log_q), expf(log_p)};
+        return {(student * inverse - q_top) - q_level, (teacher * inverse - p_top) - p_level};
     }
-    // log M, from the larger term, so that nothing overflows.
-    RTK_DEVICE float mixed(const Pair& d) const {
-        const float a = d.log_p + log_beta, b = d.log_q + log_rest;
-        const float high = fmaxf(a, b), low = fminf(a, b);
-        return high == -kInfinity ? high : high + log1pf(expf(low - high));
+    // From the larger of p and q, so that nothing overflows, and without a difference of two logarithms.
+    RTK_DEVICE Ratios ratios(const Pair& d) const {
+        const float gap = d.log_p - d.log_q, larger = gap > 0.0f ? beta : 1.0f - beta;
+        const float level = logf(fmaf(1.0f - larger, expf(-fabsf(gap)), larger));  // log M - log max(p, q)
+        return {-(fmaxf(gap, 0.0f) + level), fminf(gap, 0.0f) - level};
     }
 };
 
@@ -130,13 +132,14 @@ __global__ void __launch_bounds__(256)
     auto add = [&](float x, float y) {
         const Pair d = both.at(x, y);
         if (kind == 0) {
-            sum += times(d.p, d.log_p - d.log_q);
+            sum += times(expf(d.log_p), d.log_p - d.log_q);
         } else if (kind == 1) {
-            sum += times(d.q, d.log_q - d.log_p);
+            sum += times(expf(d.log_q), d.log_q - d.log_p);
         } else {
-            const float log_m = both.mixed(d), of_student = times(d.q, d.log_q - log_m);
+            const Ratios ratios = both.ratios(d);
+            const float of_student = times(expf(d.log_q), ratios.student);
             mixed += of_student;
-            sum += both.beta * times(d.p, d.log_p - log_m) + (1.0f - both.beta) * of_student;
+            sum += both.beta * times(expf(d.log_p), ratios.teacher) + (1.0f - both.beta) * of_student;
         }
     };
     const int vectors = static_cast<int>(cols) / VEC;
@@ -173,9 +176,10 @@ __global__ void __launch_bounds__(256)
     auto of_pair = [&](float x, float y) {
         if (g == 0.0f) return 0.0f;
         const Pair d = both.at(x, y);
-        if (kind == 0) return g * (d.q - d.p);
-        if (kind == 1) return g * times(d.q, (d.log_q - d.log_p) - centre);
-        return g * (1.0f - both.beta) * times(d.q, (d.log_q - both.mixed(d)) - centre);
+        const float q = expf(d.log_q);
+        if (kind == 0) return g * (q - expf(d.log_p));
+        if (kind == 1) return g * times(q, (d.log_q - d.log_p) - centre);
+        return g * (1.0f - both.beta) * times(q, both.ratios(d).student - centre);
     };
     student += row * student_stride, teacher += row * teacher_stride, dx += row * dx_stride;
     if (first + VEC <= cols) {

@@ -22,7 +22,19 @@ from bench.rows import all_rows
 from bench.rows.row import Row
 
 ADAPTER_FILES = sorted(Path(peers.__file__).parent.glob("*.py"))
-LIBRARIES = ("liger_kernel", "quack", "linghe", "flag_gems", "flash_attn", "deep_gemm", "fla", "torchao", "trl", "verl")
+LIBRARIES = (
+    "batch_invariant_ops",
+    "liger_kernel",
+    "quack",
+    "linghe",
+    "flag_gems",
+    "flash_attn",
+    "deep_gemm",
+    "fla",
+    "torchao",
+    "trl",
+    "verl",
+)
 
 
 def rows_by_adapter() -> dict[str, Row]:

@@ -71,6 +71,7 @@ WITHOUT_RECORD = {
         for shape in ("1x8192 128 heads of 64, 8", "1x8192 128 heads of 64, 1", "8x4096 64 heads of 64, 1")
     ),
     "ssd_step 128 sequences, 128 heads of 64, 8 groups of 128",
+    "invariant_step 2 layers of 8B, 2x4096",
     "linear_logprob 2048x7168x129280",
     "linear_logprob 256x4096x151936",
     "linear_logprob 8192x2048x131072",

@@ -1,200 +1,60 @@
-"""Divergence of two heads in slabs of the vocabulary: torch's GEMMs around the kernels of `linear_divergence.cu`."""
+"""Divergence of two heads: torch's GEMMs around the kernels of `linear_divergence.cu`.
+
+Forward, chunks of rows with the whole vocabulary, which gives all of a row's statistics and its gradient from one
+product of each head. Slabs of the vocabulary where gradients come from logits that are computed again, since they are
+rounded once, and where a group shares the vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.loss import cross_entropy_plan as plans
-from rtkernels.ops.loss import linear_logprob_operators as linear
 from rtkernels.ops.loss.linear_cross_entropy_slabs import add_product
+from rtkernels.ops.loss.linear_divergence_rows import (
+    FORWARD_KL,
+    IGNORED,
+    MIXED,
+    PLAIN,
+    STATS,
+    WITH_KERNELS,
+    Functions,
+    kind_of,
+)
 from rtkernels.ops.loss.linear_logprob_checks import check_numbers
-from rtkernels.ops.loss.linear_logprob_head import Head, Options, rounded_product, row_memory, rows_of
+from rtkernels.ops.loss.linear_logprob_head import (
+    CHUNK_BYTES,
+    Head,
+    Options,
+    padded,
+    rounded_product,
+    row_memory,
+    rows_of,
+)
 from rtkernels.runtime.checks import check_dtype, check_same, check_shape, token
-from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import GRID_LIMIT, divisor, group_threads, nothing
-from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, InPlace, Meta, Operator, Primitive
-from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
+from rtkernels.runtime.layout import nothing
+from rtkernels.runtime.operator.declared import Argument, Dense, DenseFloat, Meta, Operator
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 
-FORWARD_KL, REVERSE_KL, MIXED = 0, 1, 2
-_IGNORED = -100  # what rows that do not count have for an id
-_STATS = 5  # top and level of student and teacher, then what gradients are centred at
-_THREADS = 256
-_VEC = 4
-
-_UNIT = "loss/linear_divergence.cu"
-_PARTS = Kernel(
-    _UNIT, "linear_divergence_parts", template="T", max_registers=64, variants=[("fp32",)],
-    args="student:ptr teacher:ptr ids:ptr parts:ptr rows:i64 cols:i64 student_stride:i64 teacher_stride:i64 "
-    "ignore_index:i64 threads_per_row:i64 kind:i64 begins:i64 temperature:f64",
-)  # fmt: skip
-_SUMS = Kernel(
-    _UNIT, "linear_divergence_sums", template="T", max_registers=64, variants=[("fp32",)],
-    args="student:ptr teacher:ptr stats:ptr ids:ptr sums:ptr rows:i64 cols:i64 student_stride:i64 teacher_stride:i64 "
-    "ignore_index:i64 threads_per_row:i64 kind:i64 begins:i64 temperature:f64 beta:f64",
-)  # fmt: skip
-_GRAD = Kernel(
-    _UNIT, "linear_divergence_grad", template="T D", max_registers=64,
-    variants=[("fp32", d) for d in ("fp32", "bf16", "fp16")],
-    args="student:ptr teacher:ptr dx:ptr dloss:ptr stats:ptr ids:ptr rows:i64 cols:i64 student_stride:i64 "
-    "teacher_stride:i64 dx_stride:i64 ignore_index:i64 kind:i64 segments:i64 by_segments:i64 temperature:f64 beta:f64",
-)  # fmt: skip
-KERNELS = (_PARTS, _SUMS, _GRAD)
-
-
-def kind_of(beta: float) -> int:
-    """Return which divergence a weight of the teacher means, by the convention of ``jsd``."""
-    return FORWARD_KL if beta == 0.0 else REVERSE_KL if beta == 1.0 else MIXED
-
-
-def _plan_parts(student: Meta, teacher: Meta, temperature: float, beta: float, device: int) -> Steps:
-    rows, cols = student.shape
-    threads = group_threads(-(-cols // (2 * _VEC)), _THREADS)
-    launch = _PARTS.bind(("fp32",), device, *plans.row_grid(rows, threads))
-    sizes = rows, cols, student.row_stride, teacher.row_stride, _IGNORED, threads, kind_of(beta), "begins"
-    return Steps(Step(launch, "student", "teacher", "ids", "parts", *sizes, temperature))
-
-
-def _plan_sums(student: Meta, teacher: Meta, temperature: float, beta: float, device: int) -> Steps:
-    rows, cols = student.shape
-    threads = group_threads(-(-cols // (2 * _VEC)), _THREADS)
-    launch = _SUMS.bind(("fp32",), device, *plans.row_grid(rows, threads))
-    sizes = rows, cols, student.row_stride, teacher.row_stride, _IGNORED, threads, kind_of(beta), "begins"
-    return Steps(Step(launch, "student", "teacher", "stats", "ids", "sums", *sizes, temperature, beta))
-
-
-def _plan_grad(
-    student: Meta, teacher: Meta, dlogits: Meta, temperature: float, beta: float, device: int
-) -> Steps:  # fmt: skip
-    rows, cols = student.shape
-    segments = -(-cols // (_THREADS * _VEC))
-    if rows * segments > GRID_LIMIT:
-        raise ArgumentError(f"student_hidden has {rows} rows, more than one launch can take")
-    launch = _GRAD.bind(("fp32", dlogits.token), device, rows * segments, _THREADS)
-    strides = student.row_stride, teacher.row_stride, dlogits.row_stride
-    tensors = "student", "teacher", "dlogits", "dloss", "stats", "ids"
-    numbers = _IGNORED, kind_of(beta), segments, divisor(segments), temperature, beta
-    return Steps(Step(launch, *tensors, rows, cols, *strides, *numbers))
-
-
-_LOGITS = Argument("student", None), Argument("teacher", None)
-_ADD_PARTS = Primitive(
-    "linear_divergence_parts", (*_LOGITS, Dense("ids", None), InPlace("parts", None)),
-    "float temperature, float beta, int begins", results="", plan=_plan_parts, numbers="begins",
-)  # fmt: skip
-_ADD_SUMS = Primitive(
-    "linear_divergence_sums", (*_LOGITS, Dense("stats", None), Dense("ids", None), InPlace("sums", None)),
-    "float temperature, float beta, int begins", results="", plan=_plan_sums, numbers="begins",
-)  # fmt: skip
-_MAKE_GRAD = Primitive(
-    "linear_divergence_grad",
-    (*_LOGITS, InPlace("dlogits", None, over="student"), Dense("dloss", None), Dense("stats", None),
-     Dense("ids", None)),
-    "float temperature, float beta", results="", plan=_plan_grad,
-)  # fmt: skip
-
-# ---- in plain torch -------------------------------------------------------------------------------------------------
-
-
-def _log_probabilities(logits: Tensor, stats: Tensor, temperature: float) -> Tensor:
-    top, level = (t.unsqueeze(-1) for t in stats)
-    return logits / temperature - torch.where(top == -torch.inf, 0.0, top) - level
-
-
-def _pair(student: Tensor, teacher: Tensor, stats: Tensor, temperature: float, beta: float) -> tuple[Tensor, ...]:
-    """Return log q, log p, and log m for a mixture."""
-    log_q = _log_probabilities(student, stats[:2], temperature)
-    log_p = _log_probabilities(teacher, stats[2:4], temperature)
-    if kind_of(beta) != MIXED:
-        return log_q, log_p, log_q
-    weights = torch.tensor([beta, 1.0 - beta], dtype=log_q.dtype, device=log_q.device).log()
-    return log_q, log_p, torch.logaddexp(log_p + weights[0], log_q + weights[1])
-
-
-def _times(log: Tensor, x: Tensor) -> Tensor:
-    """``exp(log) * x``, 0 where the former is."""
-    p = log.exp()
-    return torch.where(p == 0, 0.0, p * x)
-
-
-def _add_parts_plain(student, teacher, ids, parts, temperature, beta, begins) -> None:
-    own, other = (teacher, student) if kind_of(beta) == FORWARD_KL else (student, teacher)
-    own, other = own / temperature, other / temperature
-    ignored = ids.view(-1) == _IGNORED
-    found = []
-    for z in (own, other):
-        top = torch.where(z.isnan(), -torch.inf, z).amax(-1)
-        power = (z - torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)).exp()
-        found += [top.masked_fill(ignored, 0.0), power.sum(-1).masked_fill(ignored, 1.0), power]
-    cross = torch.where(found[2] == 0, 0.0, found[2] * (own - other)).sum(-1).masked_fill(ignored, 0.0)
-    tops, sums = torch.stack((found[0], found[3])), torch.stack((found[1], found[4]))
-    places = (2, 0) if kind_of(beta) == FORWARD_KL else (0, 2)
-    if not begins:
-        old_tops, old_sums = parts[list(places)], parts[[place + 1 for place in places]]
-        top = torch.maximum(tops, old_tops)
-        new, old = (torch.where(t == -torch.inf, 0.0, (t - top).exp()) for t in (tops, old_tops))
-        both = ignored.expand(2, -1)
-        sums = torch.where(both, sums, new * sums + old * old_sums)
-        cross, tops = torch.where(ignored, cross, new[0] * cross + old[0] * parts[4]), top
-    for i, place in enumerate(places):
-        parts[place], parts[place + 1] = tops[i], sums[i]
-    parts[4] = cross
-
-
-def _add_sums_plain(student, teacher, stats, ids, sums, temperature, beta, begins) -> None:
-    log_q, log_p, log_m = _pair(student, teacher, stats, temperature, beta)
-    mixed = torch.zeros_like(sums[0])
-    if kind_of(beta) == FORWARD_KL:
-        found = _times(log_p, log_p - log_q).sum(-1)
-    elif kind_of(beta) == REVERSE_KL:
-        found = _times(log_q, log_q - log_p).sum(-1)
-    else:
-        mixed = _times(log_q, log_q - log_m).sum(-1)
-        found = beta * _times(log_p, log_p - log_m).sum(-1) + (1.0 - beta) * mixed
-    more = torch.stack((found, mixed)).masked_fill(ids.view(-1) == _IGNORED, 0.0)
-    sums.copy_(more if begins else sums + more)
-
-
-def _grad_plain(student, teacher, dlogits, dloss, stats, ids, temperature, beta) -> None:
-    log_q, log_p, log_m = _pair(student, teacher, stats, temperature, beta)
-    centre = stats[4].unsqueeze(-1)
-    if kind_of(beta) == FORWARD_KL:
-        d = log_q.exp() - log_p.exp()
-    elif kind_of(beta) == REVERSE_KL:
-        d = _times(log_q, log_q - log_p - centre)
-    else:
-        d = (1.0 - beta) * _times(log_q, log_q - log_m - centre)
-    d = d * (dloss.view(-1, 1) / temperature)
-    dlogits.copy_(d.masked_fill(ids == _IGNORED, 0.0))
-
-
-class Functions(NamedTuple):
-    rows: linear.Functions
-    add_parts: Callable[..., None]
-    add_sums: Callable[..., None]
-    gradient: Callable[..., None]
-
-
-WITH_KERNELS = Functions(linear.KERNELS, _ADD_PARTS, _ADD_SUMS, _MAKE_GRAD)
-PLAIN = Functions(linear.PLAIN, _add_parts_plain, _add_sums_plain, _grad_plain)
-
-# ---- slabs ----------------------------------------------------------------------------------------------------------
+OF_LOGITS, OF_HIDDEN = 1, 2  # gradients that a forward pass keeps; 0: none
+_TILE_ROWS = 128  # of a product
+_FEWEST_ROWS = 16  # of a chunk, however little memory it may take
 
 
 class Heads:
-    """Student and teacher: slabs of their logits, all in the same memory."""
+    """Student and teacher: slabs of their logits, all in the same memory; with `memory`, all columns in one."""
 
-    def __init__(self, student, teacher, chunk_bytes: int) -> None:
-        options = Options(_IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
+    def __init__(self, student, teacher, chunk_bytes: int, memory: list[Tensor] | None = None) -> None:
+        options = Options(IGNORED, 1.0, 0.0, 1.0, True, chunk_bytes, 0, len(student[1]))
         flat = [(rows_of(hidden), weight, bias) for hidden, weight, bias in (student, teacher)]
         self.both = [Head(*tensors, options) for tensors in flat]
+        if memory is not None:
+            self.both[0].columns = len(student[1])
         self.both[1].columns = self.both[0].columns
-        self.memory = [head.memory(head.columns) for head in self.both]
+        self.memory = memory or [head.memory(head.columns) for head in self.both]
         self._current: tuple[int, int] | None = None
         self._logits: list[Tensor] = []
 
@@ -212,11 +72,11 @@ class Heads:
 
 
 def row_ids(hidden: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-    """Return int64 ``[rows, 1]``: `_IGNORED` for rows that do not count, else 0."""
+    """Return int64 ``[rows, 1]``: `IGNORED` for rows that do not count, else 0."""
     rows = hidden.numel() // max(hidden.shape[-1], 1) if labels is None else labels.numel()
     if labels is None:
         return torch.zeros(rows, 1, dtype=torch.int64, device=hidden.device)
-    return torch.where(labels.reshape(-1, 1) == ignore_index, _IGNORED, 0)
+    return torch.where(labels.reshape(-1, 1) == ignore_index, IGNORED, 0)
 
 
 def finished(parts: Tensor, beta: float) -> Tensor:
@@ -232,12 +92,12 @@ def finished(parts: Tensor, beta: float) -> Tensor:
 
 def parts_of(functions: Functions, heads: Heads, ids: Tensor, beta: float, temperature: float) -> Tensor:
     """Return the parts ``[5, rows]`` of all columns, as the kernel has them; the last is 0 for a mixture."""
-    parts = torch.empty(_STATS, len(ids), dtype=torch.float32, device=ids.device)
+    parts = torch.empty(STATS, len(ids), dtype=torch.float32, device=ids.device)
     if kind_of(beta) != MIXED:
         for start, end in heads.student.slabs():
             functions.add_parts(*heads.logits(start, end), ids, parts, temperature, beta, int(start == 0))
         return parts
-    options = Options(_IGNORED, 1.0, 0.0, temperature, True, 0, 0, len(heads.student.weight))
+    options = Options(IGNORED, 1.0, 0.0, temperature, True, 0, 0, len(heads.student.weight))
     memory = [row_memory(heads.student.states, ids) for _ in heads.both]
     for start, end in heads.student.slabs():
         for logits, (of_rows, targets) in zip(heads.logits(start, end), memory, strict=True):
@@ -260,24 +120,98 @@ def sums_of(
     return sums
 
 
+def chunks_of_rows(rows: int, vocabulary: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Return the first row of each chunk, and the one behind its last: about equal ones, in whole tiles of products."""
+    limit = (chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)
+    limit = max(1, round(limit / _TILE_ROWS)) * _TILE_ROWS if limit >= _TILE_ROWS else max(limit, _FEWEST_ROWS)
+    count = max(1, -(-rows // limit))
+    each = min(limit, -(-rows // (count * _TILE_ROWS)) * _TILE_ROWS)
+    return [(first, min(first + each, rows)) for first in range(0, rows, max(each, 1))]
+
+
 def _forward(
     functions: Functions, student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias,
-    labels, ignore_index, beta, temperature, chunk_bytes,
+    labels, ignore_index, beta, temperature, chunk_bytes, keeps,
 ):  # fmt: skip
-    """The operator ``linear_divergence_fwd``."""
-    heads = Heads(
-        (student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias), chunk_bytes
-    )
-    ids = row_ids(student_hidden, labels, ignore_index)
-    stats = parts_of(functions, heads, ids, beta, temperature)
-    if kind_of(beta) != MIXED:
-        stats = finished(stats, beta)
-        return stats[4].clone().view(student_hidden.shape[:-1]), stats
-    stats[1].log_()
-    stats[3].log_()
-    sums = sums_of(functions, heads, stats, ids, beta, temperature)
-    stats[4] = sums[1]
-    return sums[0].clone().view(student_hidden.shape[:-1]), stats
+    """The operator ``linear_divergence_fwd``: chunks of rows with all columns, so that no logit is computed twice."""
+    states, teacher, weight = rows_of(student_hidden), rows_of(teacher_hidden), student_weight
+    ids, device = row_ids(student_hidden, labels, ignore_index), states.device
+    rows, vocabulary = len(states), len(weight)
+    chunks = chunks_of_rows(rows, vocabulary, chunk_bytes)
+    largest = max((end - first for first, end in chunks), default=0)
+    memory = [torch.empty(largest, padded(vocabulary), dtype=torch.float32, device=device) for _ in range(2)]
+    loss = torch.empty(rows, dtype=torch.float32, device=device)
+    stats = torch.empty(STATS, rows, dtype=torch.float32, device=device)
+    kept, ones = nothing(states), None
+    if keeps:
+        shape = (rows, padded(vocabulary)) if keeps == OF_LOGITS else states.shape
+        kept = torch.empty(shape, dtype=states.dtype if keeps == OF_LOGITS else torch.float32, device=device)
+        ones = torch.ones(largest, dtype=torch.float32, device=device)
+    slab = torch.empty(memory[0].shape, dtype=states.dtype, device=device) if keeps == OF_HIDDEN else None
+    for first, end in chunks:
+        some, count = slice(first, end), end - first
+        heads = Heads(
+            (states[some], weight, student_bias), (teacher[some], teacher_weight, teacher_bias), 0,
+            [each[:count] for each in memory],
+        )  # fmt: skip
+        found = parts_of(functions, heads, ids[some], beta, temperature)
+        if kind_of(beta) != MIXED:
+            loss[some] = finished(found, beta)[4]
+        else:
+            found[1].log_()
+            found[3].log_()
+            loss[some], found[4] = sums_of(functions, heads, found, ids[some], beta, temperature)
+        stats[:, some] = found
+        if keeps:
+            out = (kept[some] if slab is None else slab[:count])[:, :vocabulary]
+            logits = heads.logits(0, vocabulary)
+            functions.gradient(*logits, out, ones[:count], found, ids[some], temperature, beta)
+            if keeps == OF_HIDDEN:
+                add_product(kept[some], out, weight, True)
+    return loss.view(student_hidden.shape[:-1]), stats, kept
+
+
+def _backward_kept(
+    dloss, kept, student_hidden, student_weight, labels, ignore_index, keeps, need_hidden, need_weight, need_bias
+):  # fmt: skip
+    """The operator ``linear_divergence_bwd_kept``: from gradients of the sum of all rows' divergences.
+
+    Those of the head multiply hidden states by the rows' incoming gradients, of which the largest is taken out first:
+    equal ones, as those of a mean, then round nothing.
+    """
+    states, weight, dtype = rows_of(student_hidden), student_weight, student_hidden.dtype
+    vocabulary, size = weight.shape
+    g = dloss.reshape(-1, 1)
+    if labels is not None:
+        g = g.masked_fill(labels.reshape(-1, 1) == ignore_index, 0.0)
+    dhidden, dweight, dbias = (nothing(states) for _ in range(3))
+    if need_hidden:
+        if keeps == OF_HIDDEN:
+            sums = kept
+        else:
+            sums = torch.empty(states.shape, dtype=torch.float32, device=states.device)
+            add_product(sums, kept[:, :vocabulary], weight, True)
+        dhidden = torch.empty_like(states, memory_format=torch.contiguous_format)
+        dhidden = torch.mul(sums, g, out=dhidden).view(student_hidden.shape)
+    if need_weight:
+        largest = g.abs().amax() if len(g) else g.new_ones(())
+        largest = torch.where(largest == 0, 1.0, largest)
+        scaled = torch.mul(states, g / largest, out=torch.empty_like(states, memory_format=torch.contiguous_format))
+        dweight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        columns = min(max(_TILE_ROWS, CHUNK_BYTES // (4 * max(size, 1))), vocabulary)
+        memory = torch.empty(columns, size, dtype=torch.float32, device=weight.device)
+        for first in range(0, vocabulary, columns):
+            end = min(first + columns, vocabulary)
+            sums = memory[: end - first]
+            add_product(sums, kept[:, first:end].t(), scaled, True)
+            torch.mul(sums, largest, out=dweight[first:end])
+    if need_bias:
+        columns = max(1, CHUNK_BYTES // (4 * max(len(states), 1)))
+        each = [
+            (kept[:, first : min(first + columns, vocabulary)] * g).sum(0) for first in range(0, vocabulary, columns)
+        ]
+        dbias = torch.cat(each).to(dtype)
+    return dhidden, dweight, dbias
 
 
 def _backward(
@@ -353,7 +287,7 @@ def _check_bwd(
 ) -> None:  # fmt: skip
     heads = (student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias)
     check_inputs(*heads, labels, beta, temperature, chunk_bytes)
-    check_shape("stats", stats.shape, (_STATS, student_hidden.rows), "[5, rows]")
+    check_shape("stats", stats.shape, (STATS, student_hidden.rows), "[5, rows]")
     check_shape("dloss", dloss.shape, student_hidden.shape[:-1], "that of student_hidden without its last one")
 
 
@@ -366,6 +300,48 @@ def _gradients(student_hidden, student_weight, student_bias, need_hidden, need_w
     )
 
 
+def _outputs_fwd(student_hidden, student_weight, keeps):
+    rows, vocabulary = student_hidden.rows, student_weight.shape[0]
+    kept = (
+        None,
+        Memory((rows, padded(vocabulary)), student_hidden.dtype),
+        Memory((rows, student_hidden.shape[-1]), torch.float32),
+    )
+    return Memory(student_hidden.shape[:-1], torch.float32), Memory((STATS, rows), torch.float32), kept[keeps]
+
+
+def _check_fwd(
+    student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias, labels, beta,
+    temperature, chunk_bytes, keeps,
+) -> None:  # fmt: skip
+    heads = (student_hidden, student_weight, teacher_hidden, teacher_weight, student_bias, teacher_bias)
+    check_inputs(*heads, labels, beta, temperature, chunk_bytes)
+    if keeps not in (0, OF_LOGITS, OF_HIDDEN):
+        raise ArgumentError(f"keeps is {keeps}; expected 0, 1 or 2")
+
+
+def _check_kept(dloss, kept, student_hidden, student_weight, labels, keeps, need_weight, need_bias) -> None:
+    rows, (vocabulary, size) = student_hidden.rows, student_weight.shape
+    if keeps not in (OF_LOGITS, OF_HIDDEN) or (keeps == OF_HIDDEN and (need_weight or need_bias)):
+        raise ArgumentError(f"keeps is {keeps}; expected 1, or 2 without gradients of weight and bias")
+    check_shape("dloss", dloss.shape, student_hidden.shape[:-1], "that of student_hidden without its last one")
+    check_shape("kept", kept.shape, (rows, padded(vocabulary) if keeps == OF_LOGITS else size), "that of gradients")
+    check_same(
+        "kept", kept.dtype, student_hidden.dtype if keeps == OF_LOGITS else torch.float32, "dtype", of="gradients"
+    )
+    if labels is not None:
+        check_dtype("labels", labels.dtype)
+        check_shape("labels", labels.shape, student_hidden.shape[:-1], "that of student_hidden without its last one")
+
+
+def _gradients_kept(student_hidden, student_weight, need_hidden, need_weight, need_bias):
+    return (
+        Memory(student_hidden.shape, student_hidden.dtype) if need_hidden else None,
+        Memory.like(student_weight) if need_weight else None,
+        Memory((student_weight.shape[0],), student_weight.dtype) if need_bias else None,
+    )
+
+
 TENSORS = (
     Argument("student_hidden"), Argument("student_weight", None), Argument("teacher_hidden"),
     Argument("teacher_weight", None), Argument("student_bias", None, optional=True),
@@ -373,12 +349,9 @@ TENSORS = (
 )  # fmt: skip
 OPTIONS = "int ignore_index, float beta, float temperature, int chunk_bytes"
 FORWARD = Operator(
-    "linear_divergence_fwd", TENSORS, options=OPTIONS, results="loss stats", check=check_inputs,
-    outputs=lambda student_hidden: (
-        Memory(student_hidden.shape[:-1], torch.float32), Memory((_STATS, student_hidden.rows), torch.float32),
-    ),
+    "linear_divergence_fwd", TENSORS, options=f"{OPTIONS}, int keeps", results="loss stats kept", check=_check_fwd,
+    outputs=_outputs_fwd, reference=partial(_forward, PLAIN), plans_empty=True,
     plan=lambda student_hidden: Steps(instead=partial(_forward, WITH_KERNELS)) if student_hidden.rows else IN_TORCH,
-    reference=partial(_forward, PLAIN), plans_empty=True,
 )  # fmt: skip
 BACKWARD = Operator(
     "linear_divergence_bwd", (DenseFloat("dloss", None), *TENSORS, Dense("stats", None)),
@@ -387,4 +360,13 @@ BACKWARD = Operator(
     outputs=_gradients, check=_check_bwd,
     plan=lambda student_hidden: Steps(instead=partial(_backward, WITH_KERNELS)) if student_hidden.rows else IN_TORCH,
     reference=partial(_backward, PLAIN), plans_empty=True,
+)  # fmt: skip
+BACKWARD_KEPT = Operator(
+    "linear_divergence_bwd_kept",
+    (DenseFloat("dloss", None), Dense("kept", None), Argument("student_hidden"), Argument("student_weight", None),
+     Argument("labels", None, optional=True)),
+    options="int ignore_index, int keeps, bool need_hidden, bool need_weight, bool need_bias",
+    results="dhidden dweight dbias", outputs=_gradients_kept, check=_check_kept,
+    plan=lambda student_hidden: Steps(instead=_backward_kept) if student_hidden.rows else IN_TORCH,
+    reference=_backward_kept, plans_empty=True,
 )  # fmt: skip

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rtkernels.ops.loss import linear_divergence_operators as whole
 from rtkernels.ops.loss.cross_entropy_parallel import gathered
-from rtkernels.ops.loss.linear_divergence_operators import FORWARD_KL, MIXED, Functions, Heads, kind_of
+from rtkernels.ops.loss.linear_divergence_operators import Heads
+from rtkernels.ops.loss.linear_divergence_rows import FORWARD_KL, MIXED, PLAIN, WITH_KERNELS, Functions, kind_of
 from rtkernels.runtime.checks import check_shape
 from rtkernels.runtime.operator.declared import Dense, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
@@ -83,15 +84,15 @@ def _of_rows(count: int) -> Any:
 
 PARTS = Operator(
     "linear_divergence_own_parts", whole.TENSORS, options=whole.OPTIONS, results="parts", outputs=_of_rows(5),
-    check=whole.check_inputs, plans_empty=True, reference=partial(_parts, whole.PLAIN),
+    check=whole.check_inputs, plans_empty=True, reference=partial(_parts, PLAIN),
     plan=lambda student_hidden: (
-        Steps(instead=partial(_parts, whole.WITH_KERNELS)) if student_hidden.rows else IN_TORCH
+        Steps(instead=partial(_parts, WITH_KERNELS)) if student_hidden.rows else IN_TORCH
     ),
 )  # fmt: skip
 SUMS = Operator(
     "linear_divergence_own_sums", (*whole.TENSORS, Dense("stats", None)), options=whole.OPTIONS, results="sums",
-    outputs=_of_rows(2), check=_check_sums, plans_empty=True, reference=partial(_sums, whole.PLAIN),
+    outputs=_of_rows(2), check=_check_sums, plans_empty=True, reference=partial(_sums, PLAIN),
     plan=lambda student_hidden: (
-        Steps(instead=partial(_sums, whole.WITH_KERNELS)) if student_hidden.rows else IN_TORCH
+        Steps(instead=partial(_sums, WITH_KERNELS)) if student_hidden.rows else IN_TORCH
     ),
 )  # fmt: skip

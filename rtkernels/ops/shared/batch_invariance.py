@@ -56,7 +56,9 @@ PROMISES: dict[str, Promise] = {
     "cross_entropy": Promise(ROW, "losses by the kernel of calls without gradients; threads by columns"),
     "linear_cross_entropy": Promise(ROW, "chunks of rows, never slabs of the vocabulary; products as scaled_mm"),
     "linear_logprob": Promise(ROW, "slabs of 16384 columns, whatever chunk_bytes is; products as scaled_mm"),
-    "linear_divergence": Promise(ROW, "slabs of 16384 columns, whatever chunk_bytes is; products as scaled_mm"),
+    "linear_divergence": Promise(
+        ROW, "gradients from logits that are computed again, in slabs of 16384 columns; products as scaled_mm"
+    ),
     "scaled_mm": Promise(ROW, f"{_PRODUCT}; {_IN_ORDER}, with accumulate"),
     "gated_mm": Promise(ROW, _PRODUCT),
     "grouped_mm": Promise(ROW, _PRODUCT),

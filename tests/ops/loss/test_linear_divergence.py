@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.loss import linear_divergence_operators as operators
 
 linear_divergence = rtkernels.linear_divergence
 
@@ -45,10 +47,11 @@ def exact(tensors: list[Tensor], beta: float, temperature: float) -> Tensor:
     return terms.sum(-1).masked_fill(labels == -100, 0.0)
 
 
-def check(tensors: list[Tensor], beta: float, temperature: float, **options: Any) -> None:
+def check(
+    tensors: list[Tensor], beta: float, temperature: float, needs: tuple[int, ...] = (0, 1, 4), **options: Any
+) -> None:
     """Compare result and gradients with fp64, from the same rounded inputs."""
     *values, labels = tensors
-    needs = (0, 1, 4)
     leaves = [t.detach().clone().requires_grad_(i in needs) for i, t in enumerate(values)]
     loss = linear_divergence(
         *leaves[:4], beta=beta, temperature=temperature, student_bias=leaves[4], teacher_bias=leaves[5], labels=labels,
@@ -77,6 +80,74 @@ def test_agrees_with_float64(place: str, dtype: torch.dtype, beta: float) -> Non
         check(tensors, beta, 1.0)
         check(tensors, beta, 2.0, chunk_bytes=1)
         check(make(dtype, device, 5, (3,)), beta, 0.7)
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
+@pytest.mark.parametrize("save", ("stats", "gradients"))
+@at("cpu", "sm_90", "cuda")
+def test_either_way_of_saving_agrees_with_float64(place: str, save: str, beta: float) -> None:
+    """With chunks of rows whose last is smaller; the head trained, or its hidden states only."""
+    with running_on(place) as device:
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = make(dtype, device, 99, (3, 17))
+            check(tensors, beta, 1.5, save=save, chunk_bytes=1)
+            check(tensors, beta, 1.0, save=save, needs=(0,))
+
+
+def test_gradients_that_are_kept_serve_several_backward_passes() -> None:
+    """They are of the sum of all rows, so incoming gradients come later; NaN of an ignored row does not count."""
+    student, head, teacher, teacher_head, bias, _, labels = make(torch.bfloat16, "cpu")
+    leaves = student.clone().requires_grad_(), head.clone().requires_grad_(), bias.clone().requires_grad_()
+    loss = linear_divergence(
+        *leaves[:2], teacher, teacher_head, beta=0.5, student_bias=leaves[2], labels=labels, save="gradients"
+    )
+    g = torch.full_like(loss, 2.0**-13)
+    once = torch.autograd.grad(loss, leaves, g, retain_graph=True)
+    assert all(grad.any() for grad in once)
+    g[labels == -100] = torch.nan
+    for first, second in zip(once, torch.autograd.grad(loss, leaves, g, retain_graph=True), strict=True):
+        assert_same_bits(first, second)
+    # A factor that all rows have is taken out before anything is rounded.
+    for first, second in zip(once, torch.autograd.grad(loss, leaves, torch.ones_like(loss)), strict=True):
+        assert_same_bits(first, second * 2.0**-13)
+    assert not any(grad.any() for grad in _gradients_of_zero(leaves, teacher, teacher_head))
+
+
+def _gradients_of_zero(leaves: tuple[Tensor, ...], teacher: Tensor, teacher_head: Tensor) -> tuple[Tensor, ...]:
+    loss = linear_divergence(*leaves[:2], teacher, teacher_head, student_bias=leaves[2], save="gradients")
+    return torch.autograd.grad(loss, leaves, torch.zeros_like(loss))
+
+
+def test_what_is_kept_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("rtkernels.ops.loss.linear_divergence")
+    seen = []
+    monkeypatch.setattr(module, "FORWARD", lambda *given: seen.append(given[-1]) or forward(*given))
+    forward = importlib.import_module("rtkernels.ops.loss.linear_divergence_operators").FORWARD
+
+    def kept(dtype: torch.dtype, rows: int, trains_head: bool = True, level: int = 0, **options: Any) -> int:
+        student, head, teacher, teacher_head, *_ = make(dtype, "cpu", 9, (rows,))
+        with rtkernels.batch_invariant(level):
+            linear_divergence(
+                student.requires_grad_(), head.requires_grad_(trains_head), teacher, teacher_head, **options
+            )
+        return seen[-1]
+
+    bf16 = torch.bfloat16
+    assert [kept(bf16, 32), kept(bf16, 33), kept(bf16, 33, False)] == [1, 0, 2]
+    assert [kept(bf16, 32, save="stats"), kept(bf16, 33, save="gradients")] == [0, 1]
+    assert [kept(torch.float16, 2), kept(torch.float16, 2, False), kept(bf16, 2, level=2)] == [0, 0, 0]
+    assert kept(bf16, 2, level=2, save="gradients") == 1
+
+
+def test_chunks_of_rows() -> None:
+    chunks = operators.chunks_of_rows
+    assert chunks(0, 10, 0) == [] and chunks(7, 10, 0) == [(0, 7)]
+    assert chunks(40, 1000, 1) == [(0, 16), (16, 32), (32, 40)]
+    for rows in (128, 500, 8191, 8192, 8200):
+        found = chunks(rows, 151936, 4 * 151936 * 512)
+        assert found[0][0] == 0 and found[-1][1] == rows
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
+        assert all((end - first) % 128 == 0 and end - first <= 512 for first, end in found[:-1])
 
 
 @at("cpu", "sm_90", "cuda")
@@ -145,7 +216,8 @@ def test_bad_arguments() -> None:
         ("teacher_bias has dtype", {"teacher_bias": bias.half()}),
         ("labels has dtype", {"labels": labels.float()}), ("labels has shape", {"labels": labels[0]}),
         ("beta is 2", {"beta": 2.0}), ("temperature is 0", {"temperature": 0.0}),
-        ("chunk_bytes is", {"chunk_bytes": 0}),
+        ("chunk_bytes is", {"chunk_bytes": 0}), ("save is 'logits'", {"save": "logits"}),
+        ("save is 'gradients' with a group", {"save": "gradients", "group": object()}),
     ]  # fmt: skip
     given = {
         "student_hidden": student, "student_weight": head, "teacher_hidden": teacher, "teacher_weight": teacher_head,
@@ -153,3 +225,6 @@ def test_bad_arguments() -> None:
     for message, wrong in cases:
         with pytest.raises(ArgumentError, match=message):
             linear_divergence(**(given | wrong))
+    halves = {name: t.half().requires_grad_() for name, t in given.items()}
+    with pytest.raises(ArgumentError, match="student_hidden has dtype float16"):
+        linear_divergence(**halves, save="gradients")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import rtkernels
-from rtkernels.ops.loss.linear_divergence_operators import BACKWARD, FORWARD
+from rtkernels.ops.loss.linear_divergence_operators import BACKWARD, BACKWARD_KEPT, FORWARD
 from rtkernels.ops.loss.linear_divergence_parallel import PARTS, SUMS
 
 
@@ -24,9 +24,13 @@ def samples(device: str):
     labels = torch.arange(10, dtype=torch.int64, device=device).view(2, 5)
     for beta in (0.0, 0.3, 1.0):
         options = (3, beta, 1.5, 512)
-        yield FORWARD, (*tensors, labels, *options)
-        loss, stats = FORWARD.reference(*tensors, labels, *options)
+        for keeps in (0, 1, 2):
+            yield FORWARD, (*tensors, labels, *options, keeps)
+            loss, stats, kept = FORWARD.reference(*tensors, labels, *options, keeps)
+            if keeps:
+                needs = (True, keeps == 1, keeps == 1)
+                yield BACKWARD_KEPT, (loss, kept, *tensors[:2], labels, options[0], keeps, *needs)
         yield BACKWARD, (loss, *tensors, labels, stats, *options, True, True, True, beta == 0.3)
         yield PARTS, (*tensors, labels, *options)
         yield SUMS, (*tensors, labels, stats, *options)
-    yield FORWARD, (*tensors[:4], None, None, None, -100, 0.5, 1.0, 0)
+    yield FORWARD, (*tensors[:4], None, None, None, -100, 0.5, 1.0, 0, 0)
