@@ -5,6 +5,7 @@
 // With CODED, a latent has 656 bytes: 512 e4m3 codes, an fp32 scale for 128 of them each, and 64 columns as bf16. Two stages
 // have the bytes, and a tile of 32 keys is decoded to T before its products. Warps share rows and columns, and splits are merged, as
 // there. Grid: tokens by tiles of heads, splits.
+#include "attention/latent_sink.cuh"
 #include "attention/mma_tile.cuh"
 #include "common/vec.cuh"
 #include "ptx/pdl.cuh"
@@ -162,11 +163,7 @@ __global__ void __launch_bounds__(kSparseThreads, 1)
     for (int r = 0; r < 2; ++r) {
         const int row = row0 + 16 * half + lane / 4 + 8 * r;
         if (row >= heads) continue;
-        if (sinks != nullptr && splits == 1) {
-            const float sink = sinks[row], highest = fmaxf(logs[r], sink);
-            const float own = ptx::ex2((logs[r] - highest) * kLog2e), total = own + ptx::ex2((sink - highest) * kLog2e);
-            if (highest != negative_infinity()) times[r] *= own / total, logs[r] = highest + log2f(total) * kLn2;
-        }
+        if (sinks != nullptr && splits == 1) add_sink(sinks[row], times[r], logs[r]);
         const i64 flat = token * heads + row;
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
