@@ -319,7 +319,6 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
             Elements<STATE, BYTES> now;
             if constexpr (kAhead) {
                 now = next;
-                if (block + kWarps < blocks) load(next, block + kWarps);
             } else {
                 load(now, block);
             }
@@ -347,6 +346,7 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
             }
             now.weight.store_kind(weight_kind, at(kWeight, weight_size, from), here, vectors);
             if (BYTES == 4 && copy_kind != 0) copy.template store<2>(at(kCopy, 2, from), here, vectors);
+            if (kAhead && block + kWarps < blocks) load(next, block + kWarps);
             if (here < kEach) {  // elements that do not exist must not decide about scales
 #pragma unroll
                 for (int i = 0; i < kEach; ++i)
