@@ -4,12 +4,13 @@
 // STATE says how moments are kept: kFull (fp32), kDynamic (codes of dynamic_codes.cuh, times the largest magnitude of
 // their 256 elements), kFp8 (e4m3, times a scale, the largest magnitude of their 256 elements divided by 448).
 // Lists: 0 weights (fp32, bf16 or fp16), 1 gradients, 2 first moments, 3 second moments, 4 step counts (one fp32 number
-// each), 5 origins, then, unless STATE is kFull, 6 and 7 the scales of both moments, and last copies of the weights
-// (bf16 or fp16), which may be absent. An origin is two int64 numbers: which random numbers a tensor gets, and the place
+// each), 5 origins, then, unless STATE is kFull, 6 and 7 the scales of both moments, and last copies of fp32
+// weights (bf16 or fp16), which may be absent. An origin is two int64 numbers: which random numbers a tensor gets, and the place
 // of its first element in the whole tensor, of which this one may be a shard.
 //
 // Blocks walk over chunks (list.cuh). A warp owns 256 consecutive elements of a chunk, eight per lane, and loads the next
-// ones before it computes. Scales cover the same 256, so that nothing is exchanged between warps. adamw_advance (multi_adamw.cu) runs first. With *found_inf != 0 nothing is changed.
+// ones before it computes codes. Scales cover the same 256, so that nothing is exchanged between warps. adamw_advance
+// (multi_adamw.cu) runs first. With *found_inf != 0 nothing is changed.
 //
 // `stochastic`: bf16 weights are rounded up with a probability that is the part that rounding down cuts off. The random
 // bits of an element depend on the seed, the tensor's number, the step and the element's place: not on the launch.
@@ -310,25 +311,18 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
             to.second.raw.template load<kStateBytes>(at(kSecond, kStateBytes, from), here, vectors);
             if constexpr (STATE != kFull) to.first.scale = *scale_at(0, block), to.second.scale = *scale_at(1, block);
         };
-        constexpr bool kAhead = BYTES == 2;  // there are registers for it
         Elements<STATE, BYTES> next;
-        if (kAhead && warp < blocks) load(next, warp);
+        if (warp < blocks) load(next, warp);
 #pragma unroll 1
         for (int block = warp; block < blocks; block += kWarps) {
             const int from = block * kBlock + lane * kEach, here = min(max(chunk.count - from, 0), kEach);
-            Elements<STATE, BYTES> now;
-            if constexpr (kAhead) {
-                now = next;
-            } else {
-                load(now, block);
-            }
+            Elements<STATE, BYTES> now = next;
             float fm[kEach], fv[kEach];
             now.first.get(maps, fm);
             now.second.get(maps, fv);
             const bool random = stochastic != 0 && weight_kind == 1;
             RandomWords bits = {};
             if (random) bits = random_bits(adam, adam.origin + static_cast<u64>(chunk.begin + from));
-            LaneElements<2> copy;
 #pragma unroll
             for (int i = 0; i < kEach; i += 2) {
                 float fw[2], fg[2];
@@ -342,11 +336,19 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
                 } else {
                     now.weight.put_kind(weight_kind, i, fw);
                 }
-                if (BYTES == 4 && copy_kind != 0) copy.put_kind(copy_kind, i, fw);
+            }
+            if (BYTES == 4 && copy_kind != 0) {
+                LaneElements<2> copy;
+#pragma unroll
+                for (int i = 0; i < kEach; i += 2) {
+                    float fw[2];
+                    now.weight.template get_some<float>(i, fw);
+                    copy.put_kind(copy_kind, i, fw);
+                }
+                copy.template store<2>(at(kCopy, 2, from), here, vectors);
             }
             now.weight.store_kind(weight_kind, at(kWeight, weight_size, from), here, vectors);
-            if (BYTES == 4 && copy_kind != 0) copy.template store<2>(at(kCopy, 2, from), here, vectors);
-            if (kAhead && block + kWarps < blocks) load(next, block + kWarps);
+            if (block + kWarps < blocks) load(next, block + kWarps);
             if (here < kEach) {  // elements that do not exist must not decide about scales
 #pragma unroll
                 for (int i = 0; i < kEach; ++i)
