@@ -9,13 +9,11 @@
 // released. With CODED, latents have 656 bytes (sparse_mla.cu) and go through registers, the next four vectors of a thread
 // being loaded while it decodes four. Grid: tokens by tiles of heads, splits.
 #include "attention/sm90_latent.cuh"
-#include "attention/latent_sink.cuh"
+#include "attention/sparse_mla.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/registers.cuh"
 
 namespace rtk {
-
-inline constexpr int kCodedBytes = 656;
 
 // Masks keys that do not count: bits of the 64 keys of a tile.
 struct ChosenKeys {

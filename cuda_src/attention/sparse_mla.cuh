@@ -1,8 +1,11 @@
-// The sink of a head: one more score in its softmax, without a value.
+// Shared by sparse_mla.cu and sparse_mla_sm90.cu: latents of 656 bytes, and sinks, each one more score in the softmax of
+// a head, without a value.
 #pragma once
 #include "attention/softmax_state.cuh"
 
 namespace rtk {
+
+inline constexpr int kCodedBytes = 656;  // 512 e4m3 codes, four fp32 scales, 64 bf16 columns
 
 // Of a result whose factor is `times` and whose log-sum-exp is `log`.
 RTK_DEVICE void add_sink(float sink, float& times, float& log) {
