@@ -7,7 +7,7 @@ namespace rtk {
 
 inline constexpr int kCodedBytes = 656;  // 512 e4m3 codes, four fp32 scales, 64 bf16 columns
 
-// Of a result whose factor is `times` and whose log-sum-exp is `log`.
+// times: factor of the result; log: its log-sum-exp.
 RTK_DEVICE void add_sink(float sink, float& times, float& log) {
     const float highest = fmaxf(log, sink);
     if (highest == negative_infinity()) return;

@@ -4,8 +4,8 @@
 // previous contents. Keys that do not count are 0 in the tile, and their bits in `counts`, which belongs to the part with
 // the last box, are 0.
 //
-// Rows of 16-bit latents are copied by cp.async, whose bytes become visible to wgmma by a fence after they have arrived.
-// So a part is committed after the copies of the next one are issued, or before the producer waits for a part to be
+// Rows of 16-bit latents are copied by cp.async. Their bytes become visible to wgmma by a fence after they have arrived,
+// so a part is committed after the copies of the next one are issued, or before the producer waits for a part to be
 // released. With CODED, latents have 656 bytes (sparse_mla.cu) and go through registers, the next four vectors of a thread
 // being loaded while it decodes four. Grid: tokens by tiles of heads, splits.
 #include "attention/sm90_latent.cuh"
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(LatentBlock::kThreads, 1)
             const int near = half_warp * 4 + lane / 8, vector = lane % 8;
             const ptx::SharedAddress place = to + near * kTileRow + ((vector ^ near) << 4);
             const int width = static_cast<int>(d_qk);
-            ptx::SharedAddress pending = 0;  // where the part arrives whose copies are in flight
+            ptx::SharedAddress pending = 0;  // the barrier of the part that is being copied
             auto commit = [&] {
                 ptx::fence_async_shared();
                 __syncwarp();

@@ -18,7 +18,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 
 # As in cuda_src/multi/multi_adamw_codes.cu.
 _STATES = {torch.float32: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
-_RESIDENT = {  # blocks of an SM; of states, and of the bytes of the widest weight or gradient
+_RESIDENT = {  # blocks of an SM; of states, and of the bytes of the largest weight or gradient
     (0, 2): 2, (0, 4): 2, (1, 2): 3, (1, 4): 2, (2, 2): 3, (2, 4): 2,
 }  # fmt: skip
 _NOT_ELEMENTS = (4, 5, 6, 7)  # lists of numbers per tensor, and of scales
@@ -40,8 +40,8 @@ class _Table(Table):
         self.state = _STATES[lists[2][0].dtype]
         numbers = _NOT_ELEMENTS[: 4 if self.state else 2]
         copied = len(lists) > 2 + len(numbers) + 2
-        wide = copied or any(t.dtype == torch.float32 for one in lists[:2] for t in one)
-        self.bytes = 4 if wide else 2
+        full = any(t.dtype == torch.float32 for one in lists[:2] for t in one)
+        self.bytes = 4 if copied or full else 2
         super().__init__(lists, device, scalars=numbers)
 
 
@@ -63,9 +63,9 @@ def _check(lists: multi_adamw.Lists) -> None:
         given += [("scales1", others[0], torch.float32, None), ("scales2", others[1], torch.float32, None)]
     if copies:
         check_together("copies", copies[0], "weights", weights, FLOAT_DTYPES[:2])
-        narrow = next((i for i, w in enumerate(weights) if w.dtype != torch.float32), None)
-        if narrow is not None:
-            raise ArgumentError(f"weights[{narrow}] is {weights[narrow].dtype}; expected float32, because there are copies")
+        low = next((i for i, w in enumerate(weights) if w.dtype != torch.float32), None)
+        if low is not None:
+            raise ArgumentError(f"weights[{low}] is {weights[low].dtype}; expected float32, because there are copies")
     for name, tensors, dtype, count in given:
         if len(tensors) != len(weights):
             raise ArgumentError(f"{name} has {len(tensors)} tensors; expected {len(weights)}, as many as weights")
