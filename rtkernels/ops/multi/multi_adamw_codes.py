@@ -28,7 +28,7 @@ _CODES = Kernel(
     "multi/multi_adamw_codes.cu", "multi_adamw_codes", template="STATE BYTES RESIDENT", max_registers=128,
     args="table:ptr lr_by:ptr grad_scale:ptr found_inf:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 "
     "seed:i64 stochastic:i64 lr:f64 log_beta1:f64 log_beta2:f64 rest1:f64 rest2:f64 eps:f64 decay:f64 sign:f64",
-    variants=[(*key, blocks) for key, blocks in _RESIDENT.items()] + [(1, 2, 2), (2, 2, 2)],
+    variants=[(*key, blocks) for key, blocks in _RESIDENT.items()],
 )  # fmt: skip
 KERNELS = (_CODES,)
 
