@@ -3,86 +3,86 @@
 // unsigned one, of numbers that are not negative, 2, 4, .. 128. Both also have 0 and 1. Codes are in the order of
 // their values: 0 is code 127 of the signed map and code 0 of the unsigned one.
 //
-// Both directions are one look-up in shared memory. Magnitudes fall into bins by their exponents and upper 7 bits,
-// which are narrower than cells: at most one boundary between codes lies in a bin. A bin's word has the code below the
-// boundary in its upper half and 0xffff less the lower half of the boundary in its lower one, so that adding the lower
-// half of a number carries into the code exactly if the number is above the boundary.
+// Both directions are closed forms. `place` is 1 more than the code of an unsigned number, and 1 more than twice the
+// distance from the zero of a signed one, so that its exponent is the number of the decade: 0 for zero, 8 for one.
 #pragma once
 #include "common/abi.cuh"
 
 namespace rtk {
 
-template <bool SIGNED>
+inline constexpr int kDecades = 9;   // with those of zero and one
+inline constexpr int kBinades = 32;  // 2^-31 up to 1
+
 struct DynamicMap {
-    static constexpr int kZero = SIGNED ? 127 : 0;          // code
-    static constexpr int kBoundaries = SIGNED ? 128 : 255;  // between codes from zero up
-    static constexpr u32 kFirstBin = (127 - 23) << 7;       // 2^-23, below all boundaries
-    static constexpr int kBins = 23 * 128 + 1;              // the last one has 1
+    float2 decode[kDecades];  // value = x * place + y
+    float2 encode[kDecades];  // index = x * value + y, rounded
+    float2 binade[kBinades];  // the first threshold above the beginning of a binade, and the decade below it
+    float one;                // from here on, the code is that of 1
 
-    float value[256];
-    u32 bins[kBins];
-
-    // The first of two steps, each called by all THREADS threads, with a barrier after each.
-    template <int THREADS>
-    RTK_DEVICE void fill_values() {
-        for (int code = threadIdx.x; code < 256; code += THREADS) {
-            const int distance = code < kZero ? kZero - code : code - kZero;
-            const int place = SIGNED ? distance : distance + 1;  // 2^d to 2^(d + 1) - 1 are of one decade
-            int decade = 0;
-            while (2 << decade <= place) ++decade;
-            const double cells = 1 << decade, cell = place - cells + 0.5;
-            double ten = 1.0;  // the upper end of the decade
-            for (int i = decade + (SIGNED ? 1 : 0); i < 7; ++i) ten *= 10.0;
-            float magnitude = static_cast<float>((0.1 + 0.9 * cell / cells) / ten);
-            if (distance == 0) magnitude = 0.0f;
-            if (code == 255) magnitude = 1.0f;
-            value[code] = code < kZero ? -magnitude : magnitude;
-        }
-    }
-    template <int THREADS>
-    RTK_DEVICE void fill_bins() {
-        const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-        auto boundary = [&](int index) {
-            const double sum = static_cast<double>(value[kZero + index]) + static_cast<double>(value[kZero + index + 1]);
-            return __float_as_uint(static_cast<float>(sum / 2));
+    // Called by kDecades + kBinades threads or more, `thread` of them; to be followed by a barrier.
+    template <bool SIGNED>
+    RTK_DEVICE void fill(int thread) {
+        // The least value that is nearer to a code of this decade than to those below.
+        auto threshold = [](int decade) {
+            const double cells = SIGNED ? (1 << decade) / 2 : 1 << decade;
+            const double lowest = decade > 7 ? 1.0 : power(decade - 7) * (0.1 + 0.45 / cells);
+            return decade == 1 ? lowest / 2 : (lowest + power(decade - 8) * (1.0 - 0.9 / cells)) / 2;
         };
-        auto bin = [](u32 bits) { return static_cast<int>((bits >> 16) - kFirstBin); };
-        for (int index = warp; index <= kBoundaries; index += THREADS / kWarp) {  // of a code, from zero on
-            const u32 code = static_cast<u32>(index) << 16, above = index < kBoundaries ? boundary(index) : 0;
-            const int begin = index == 0 ? 0 : bin(boundary(index - 1)) + 1, end = index < kBoundaries ? bin(above) : kBins;
-            for (int i = begin + lane; i < end; i += kWarp) bins[i] = code;
-            if (index < kBoundaries && lane == 0) bins[end] = code | (0xffffu - (above & 0xffffu));
+        if (thread < kDecades) {
+            const double cells = SIGNED ? (1 << thread) / 2 : 1 << thread, ten = power(thread - 7);
+            double times = 0.9 * ten / cells, plus = ten * (0.45 / cells - 0.8);
+            if (thread == 0) times = 0.0, plus = 0.0;
+            if (thread == 8) times = 1.0 / cells, plus = 0.0;
+            if (SIGNED) times /= 2, plus -= times;
+            decode[thread] = make_float2(static_cast<float>(times), static_cast<float>(plus));
+            double scale = cells / (0.9 * ten), start = cells - cells / 9 - 0.5;
+            if (thread == 0) scale = 0.0, start = SIGNED ? 0.0 : 1.0;
+            encode[thread] = make_float2(static_cast<float>(scale), static_cast<float>(start));
+            if (thread == 8) one = static_cast<float>(threshold(8));
+        } else if (thread < kDecades + kBinades) {
+            const int b = thread - kDecades;
+            const double begin = 1.0 / static_cast<double>(1ll << (kBinades - 1 - b));
+            int decade = 0;
+            while (decade < 7 && static_cast<float>(threshold(decade + 1)) <= begin) ++decade;
+            binade[b] = make_float2(decade < 7 ? static_cast<float>(threshold(decade + 1)) : 4.0f,
+                                    __uint_as_float(static_cast<u32>(decade)));
         }
     }
 
-    // Of eight codes.
-    RTK_DEVICE void decode(const u32 (&codes)[2], float scale, float (&f)[8]) const {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) f[i] = value[codes[i / 4] >> 8 * (i % 4) & 0xffu] * scale;
+    // Of a code between 0 and 255.
+    template <bool SIGNED>
+    RTK_DEVICE float value(u32 code) const {
+        const int distance = static_cast<int>(code) - 127;
+        const u32 place = SIGNED ? 2u * static_cast<u32>(distance < 0 ? -distance : distance) + 1u : code + 1u;
+        const float number = __uint_as_float(0x4b000000u | place) - 8388608.0f;
+        const float2 line = decode[(__float_as_uint(number) >> 23) - 127u];
+        const float magnitude = fmaf(number, line.x, line.y);
+        return SIGNED && distance < 0 ? -magnitude : magnitude;
     }
 
-    // Of eight numbers that are at most 1 in magnitude, about, after a multiplication; NaN counts as 0.
-    RTK_DEVICE void encode(const float (&f)[8], float inverse, u32 (&codes)[2]) const {
-        u32 sums[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float magnitude = __saturatef((SIGNED ? fabsf(f[i]) : f[i]) * inverse);
-            const u32 number = max(__float_as_uint(magnitude), kFirstBin << 16);
-            sums[i] = bins[(number >> 16) - kFirstBin] + (number & 0xffffu);  // the code is in byte 2
+    // Of a number whose magnitude is at most 1, about.
+    template <bool SIGNED>
+    RTK_DEVICE u32 code(float number) const {
+        const float y = SIGNED ? fabsf(number) : number;
+        const int exponent = static_cast<int>(__float_as_uint(y) >> 23) - (127 - (kBinades - 1));
+        const float2 step = binade[min(max(exponent, 0), kBinades - 1)];
+        const u32 decade = __float_as_uint(step.y) + (y >= step.x ? 1u : 0u);
+        const float2 line = encode[decade];
+        const u32 rounded = __float_as_uint(fmaf(y, line.x, line.y) + 8388608.0f) & 0x3ffu;  // the lowest bits
+        const u32 index = min(rounded, ((SIGNED ? 1u : 2u) << decade) - 1u);
+        if constexpr (SIGNED) {
+            if (number < 0.0f) return 127u - index;
+            return y >= one ? 255u : 127u + index;
         }
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const u32* const four = sums + 4 * k;
-            codes[k] = __byte_perm(__byte_perm(four[0], four[1], 0x0062), __byte_perm(four[2], four[3], 0x0062), 0x5410);
-            if constexpr (SIGNED) {
-                const u32 low = __byte_perm(__float_as_uint(f[4 * k]), __float_as_uint(f[4 * k + 1]), 0x0073);
-                const u32 high = __byte_perm(__float_as_uint(f[4 * k + 2]), __float_as_uint(f[4 * k + 3]), 0x0073);
-                const u32 negative = (__byte_perm(low, high, 0x5410) >> 7 & 0x01010101u) * 0xffu;
-                u32 down = codes[k] & negative;
-                down -= down >> 7 & 0x01010101u;  // there is no code of -1
-                codes[k] = 0x7f7f7f7fu + (codes[k] & ~negative) - down;
-            }
-        }
+        return y >= one ? 255u : index - 1u;
+    }
+
+   private:
+    RTK_DEVICE static double power(int exponent) {
+        double p = 1.0;
+        for (int i = exponent; i < 0; ++i) p *= 10.0;
+        for (int i = 0; i < exponent; ++i) p *= 10.0;
+        return exponent < 0 ? 1.0 / p : p;
     }
 };
 

@@ -9,7 +9,6 @@ import torch
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi import dynamic_codes, multi_adamw
 from rtkernels.ops.multi.multi_tables import THREADS, Table, check_one, check_together
-from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import Tables, check_list
 from rtkernels.runtime.layout import FLOAT_DTYPES
@@ -18,17 +17,15 @@ from rtkernels.runtime.operator.plan import Step, Steps
 
 # As in cuda_src/multi/multi_adamw_codes.cu.
 _STATES = {torch.float32: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}
-_RESIDENT = {  # blocks of an SM; of states, and of the bytes of the largest weight or gradient
-    (0, 2): 2, (0, 4): 2, (1, 2): 3, (1, 4): 2, (2, 2): 3, (2, 4): 2,
-}  # fmt: skip
+_RESIDENT = {0: 3, 1: 2, 2: 2}  # blocks of an SM
 _NOT_ELEMENTS = (4, 5, 6, 7)  # lists of numbers per tensor, and of scales
 _KINDS = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 _CODES = Kernel(
-    "multi/multi_adamw_codes.cu", "multi_adamw_codes", template="STATE BYTES RESIDENT", max_registers=128,
-    args="table:ptr lr_by:ptr grad_scale:ptr found_inf:ptr tensors:i64 lists:i64 shift:i64 chunks:i64 "
-    "seed:i64 stochastic:i64 lr:f64 log_beta1:f64 log_beta2:f64 rest1:f64 rest2:f64 eps:f64 decay:f64 sign:f64",
-    variants=[(*key, blocks) for key, blocks in _RESIDENT.items()],
+    "multi/multi_adamw_codes.cu", "multi_adamw_codes", template="STATE RESIDENT", max_registers=128,
+    args="table:ptr lr_by:ptr grad_scale:ptr found_inf:ptr tensors:i64 lists:i64 shift:i64 seed:i64 stochastic:i64 "
+    "lr:f64 log_beta1:f64 log_beta2:f64 rest1:f64 rest2:f64 eps:f64 decay:f64 sign:f64",
+    variants=list(_RESIDENT.items()),
 )  # fmt: skip
 KERNELS = (_CODES,)
 
@@ -39,9 +36,6 @@ class _Table(Table):
     def __init__(self, lists: Any, device: int) -> None:
         self.state = _STATES[lists[2][0].dtype]
         numbers = _NOT_ELEMENTS[: 4 if self.state else 2]
-        copied = len(lists) > 2 + len(numbers) + 2
-        full = any(t.dtype == torch.float32 for one in lists[:2] for t in one)
-        self.bytes = 4 if copied or full else 2
         super().__init__(lists, device, scalars=numbers)
 
 
@@ -63,9 +57,6 @@ def _check(lists: multi_adamw.Lists) -> None:
         given += [("scales1", others[0], torch.float32, None), ("scales2", others[1], torch.float32, None)]
     if copies:
         check_together("copies", copies[0], "weights", weights, FLOAT_DTYPES[:2])
-        low = next((i for i, w in enumerate(weights) if w.dtype != torch.float32), None)
-        if low is not None:
-            raise ArgumentError(f"weights[{low}] is {weights[low].dtype}; expected float32, because there are copies")
     for name, tensors, dtype, count in given:
         if len(tensors) != len(weights):
             raise ArgumentError(f"{name} has {len(tensors)} tensors; expected {len(weights)}, as many as weights")
@@ -87,10 +78,9 @@ def _plan(table: _Table) -> Steps:
     advance = multi_adamw._ADVANCE.bind((THREADS,), table.device, -(-table.tensors // THREADS), THREADS)
     steps = [Step(advance, "table", "found_inf", table.tensors, table.lists)]
     if table.chunks:
-        variant = (table.state, table.bytes, _RESIDENT[table.state, table.bytes])
-        blocks = min(table.chunks, variant[2] * device_info(table.device).sm_count)
-        codes = _CODES.bind(variant, table.device, blocks, THREADS, overlap=True)
-        sizes = table.tensors, table.lists, table.shift, table.chunks
+        variant = (table.state, _RESIDENT[table.state])
+        codes = _CODES.bind(variant, table.device, table.chunks, THREADS, overlap=True)
+        sizes = table.tensors, table.lists, table.shift
         rest = ("random_seed", "stochastically", *multi_adamw._NUMBERS.split())
         steps.append(Step(codes, "table", "lr_by", "grad_scale", "found_inf", *sizes, *rest))
     return Steps(*steps)
