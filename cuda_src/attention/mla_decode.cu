@@ -1,45 +1,31 @@
 // Latent attention (MLA) of new tokens over a cache of latents, paged or contiguous: decoding in the absorbed form.
 //
-// A row of the cache, up to 576 elements, is the key of all heads; its first d_v (up to 512) elements are the value. So
-// a tile of 32 keys is loaded into shared memory once and serves both products. A block owns 32 rows (row r: token r /
-// heads, head r % heads; more rows take more blocks) and one split of the keys. Four of its 8 warps share 16 rows: each
-// holds a quarter of the columns of q in registers and computes that part of the scores of all keys. The parts are
-// exchanged through shared memory; all four warps add them in the same order, compute the same softmax probabilities,
-// and multiply a quarter of the columns of the values each. Two stages of tiles, two barriers per tile. The row
-// addresses (pages) of the next tile are resolved one tile in advance.
+// A block owns 32 rows (row r: token r / heads, head r % heads; more rows take more blocks) and one split of the keys;
+// latent_mma.cuh has its products. A tile is loaded into shared memory once and serves both. Two stages of tiles, two
+// barriers per tile. The row addresses (pages) of the next tile are resolved one tile in advance.
 //
-// Scores, probabilities and sums are fp32; probabilities are rounded to T for the product. The number of splits follows
-// from shapes, where they begin from lengths on the device; with more than one, fp32 partial results go to memory and
-// attention_combine merges them (decode.cu).
+// The number of splits follows from shapes, where they begin from lengths on the device; with more than one, fp32 partial
+// results go to memory and attention_combine merges them (decode.cu).
 #include "attention/grads.cuh"
+#include "attention/latent_mma.cuh"
 #include "attention/masks.cuh"
-#include "attention/mma_tile.cuh"
-#include "common/vec.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
-
-inline constexpr int kLatentRows = 32;  // queries of a block
-inline constexpr int kLatentKeys = 32;  // of a tile
-inline constexpr int kLatentThreads = 256;
-inline constexpr int kLatentWidth = 576;  // width of a latent with its rotated part
-inline constexpr int kLatentValue = 512;  // of these, the columns that are values, too
 
 template <typename T>
 __global__ void __launch_bounds__(kLatentThreads, 1)
     mla_decode(const T* q, const T* cache, const i32* lengths, const i32* table, T* out, float* lse, float* parts,
                float* part_lse, i64 heads, i64 lq, i64 lkv, i64 d_qk, i64 d_v, i64 splits, i64 page_size, i64 page_divisor,
                i64 table_row, i64 q_batch, i64 q_row, i64 q_head, i64 cache_page, i64 cache_row, i64 right, double scale) {
-    using Tile = MmaTile<kLatentWidth>;
-    constexpr int kVectors = kLatentWidth / 8, kSteps = kLatentWidth / 64, kKeyTiles = kLatentKeys / 8;
-    constexpr int kOutTiles = kLatentValue / 32;
-    constexpr u32 kTileBytes = kLatentKeys * Tile::kPitch;
+    using Warp = LatentWarp<T>;
+    constexpr int kVectors = Warp::kVectors;
+    constexpr u32 kTileBytes = Warp::kTileBytes;
     extern __shared__ __align__(128) u8 shared[];
-    float4* const score_parts = reinterpret_cast<float4*>(shared + 2 * kTileBytes);  // [row half][quarter][key tile][lane]
+    float4* const score_parts = reinterpret_cast<float4*>(shared + 2 * kTileBytes);
     __shared__ i64 row_at[2][kLatentKeys];  // row offsets of a tile, -1 past the last key
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    const int half = warp / 4, quarter = warp % 4;
     const int rows = static_cast<int>(lq * heads), heads_here = static_cast<int>(heads);
     const int split = static_cast<int>(blockIdx.y), batch = static_cast<int>(blockIdx.z);
     const int row0 = static_cast<int>(blockIdx.x) * kLatentRows;
@@ -70,7 +56,7 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
             const int place = i + static_cast<int>(threadIdx.x), row = place / kVectors, vector = place % kVectors;
             const i64 at = row_at[tile & 1][row];
             const bool exists = at >= 0 && vector < vectors;
-            ptx::cp_async_16_or_zero(to + Tile::offset(row, vector), cache + (exists ? at + vector * 8 : 0), exists);
+            ptx::cp_async_16_or_zero(to + Warp::Tile::offset(row, vector), cache + (exists ? at + vector * 8 : 0), exists);
         }
         ptx::cp_async_commit();
     };
@@ -81,29 +67,16 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
     __syncthreads();
     if (begin < end) fetch(begin);
 
-    // A quarter of the columns of 16 rows of q; those that do not exist are 0.
-    u32 a[kSteps][4];
+    Warp own;
     int hi[2];
-    q += batch * q_batch;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int row = row0 + 16 * half + lane / 4 + 8 * r;
-        const bool exists = row < rows;
-        const int token = (exists ? row : rows - 1) / heads_here;
-        const T* const from = q + token * q_row + ((exists ? row : rows - 1) - token * heads_here) * q_head;
-        hi[r] = mask.hi(token);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int d = (quarter * kSteps + step) * 16 + 8 * h + lane % 4 * 2;
-                a[step][2 * h + r] = exists && d < d_qk ? load_raw<T, 2, false>(from + d).w[0] : 0u;
-            }
-    }
+    for (int r = 0; r < 2; ++r) hi[r] = mask.hi(min(row0 + own.row(r), rows - 1) / heads_here);
+    own.load_queries(d_qk, [&](int row) -> const T* {
+        if (row0 + row >= rows) return nullptr;
+        const int token = (row0 + row) / heads_here;
+        return q + batch * q_batch + token * q_row + (row0 + row - token * heads_here) * q_head;
+    });
     const float factor = static_cast<float>(scale) * kLog2e;
-    float sums[kOutTiles][4];
-    clear_sums(sums);
-    LazySoftmax softmax;
 
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
@@ -111,75 +84,24 @@ __global__ void __launch_bounds__(kLatentThreads, 1)
         __syncthreads();
         if (tile + 1 < end) fetch(tile + 1);
         const u8* const keys = shared + (tile & 1) * kTileBytes;
-        float s[kKeyTiles][4];
-        clear_sums(s);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int n = 0; n < kKeyTiles / 2; ++n) {
-                u32 b[4];
-                Tile::right(b, keys, 16 * n, quarter * kSteps + step, lane);
-                mma_step<T>(s[2 * n], a[step], b[0], b[1]);
-                mma_step<T>(s[2 * n + 1], a[step], b[2], b[3]);
-            }
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n)
-            score_parts[((half * 4 + quarter) * kKeyTiles + n) * kWarp + lane] =
-                make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+        own.store_scores(keys, score_parts);
         __syncthreads();
         if (warp == 0 && tile + 2 < end) find_rows(tile + 2);  // every thread has issued the loads of this tile's rows
-        const int j0 = tile * kLatentKeys + lane % 4 * 2;
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-            const float4* const from = score_parts + (half * 4 * kKeyTiles + n) * kWarp + lane;
-            float4 sum = from[0];
-#pragma unroll
-            for (int part = 1; part < 4; ++part) {
-                const float4 x = from[part * kKeyTiles * kWarp];
-                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-            }
-            const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[n][e] = j0 + 8 * n + e % 2 < hi[e / 2] ? values[e] : negative_infinity();
-        }
-        float correction[2];
-        if (softmax.add_lazily(s, factor, correction)) scale_rows(sums, correction);
-#pragma unroll
-        for (int step = 0; step < kLatentKeys / 16; ++step) {
-            u32 p[4];
-            as_left<T>(p, s[2 * step], s[2 * step + 1]);
-#pragma unroll
-            for (int n = 0; n < kOutTiles / 2; ++n) {
-                u32 b[4];
-                Tile::right_transposed(b, keys, 16 * step, quarter * (kOutTiles / 2) + n, lane);
-                mma_step<T>(sums[2 * n], p, b[0], b[1]);
-                mma_step<T>(sums[2 * n + 1], p, b[2], b[3]);
-            }
-        }
+        own.add_values(keys, score_parts, factor, [&](int key, int r) { return tile * kLatentKeys + key < hi[r]; });
     }
     ptx::launch_dependents();
     float times[2], logs[2];
-    softmax.finish(factor, negative_infinity(), times, logs);
+    own.softmax.finish(factor, negative_infinity(), times, logs);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int row = row0 + 16 * half + lane / 4 + 8 * r;
+        const int row = row0 + own.row(r);
         if (row >= rows) continue;
-        const i64 flat = static_cast<i64>(batch) * rows + row;
-#pragma unroll
-        for (int n = 0; n < kOutTiles; ++n) {
-            const int column = quarter * (kLatentValue / 4) + 8 * n + lane % 4 * 2;
-            const float values[2] = {sums[n][2 * r] * times[r], sums[n][2 * r + 1] * times[r]};
-            if (column >= d_v) continue;
-            if (splits > 1) {
-                store<float, 2>(parts + (split * (static_cast<i64>(gridDim.z) * rows) + flat) * d_v + column, values);
-            } else {
-                store<T, 2>(out + flat * d_v + column, values);
-            }
-        }
-        if (quarter == 0 && lane % 4 == 0) {
+        const i64 flat = static_cast<i64>(batch) * rows + row, of_split = split * (static_cast<i64>(gridDim.z) * rows) + flat;
+        own.store_row(out + flat * d_v, splits > 1 ? parts + of_split * d_v : nullptr, d_v, r, times[r]);
+        if (own.quarter == 0 && lane % 4 == 0) {
             const int token = row / heads_here, head = row - token * heads_here;
             if (splits > 1) {
-                part_lse[split * (static_cast<i64>(gridDim.z) * rows) + flat] = logs[r];
+                part_lse[of_split] = logs[r];
             } else {
                 lse[(static_cast<i64>(batch) * heads + head) * lq + token] = logs[r];
             }

@@ -19,6 +19,8 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
+    "group_norm_fwd 4x512x128x128, 32 groups",
+    "group_norm_fwd 8x320x64x64, 32 groups",
     "action_expert 18x10x1024_bf16",
     "action_expert 18x10x1024_fp8",
     "chunk_attention 10 over 968, 8/1 heads of 256",

@@ -69,6 +69,19 @@ class GEGLU(nn.Module):
         return up * F.gelu(gate)
 
 
+class FeedForward(nn.Module):
+    """As in diffusers: a list whose first module is gated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([GEGLU(), nn.Dropout(0.0), nn.Linear(INNER, WIDTH)])
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        for module in self.net:
+            hidden_states = module(hidden_states)
+        return hidden_states
+
+
 class DropoutAfter(Mlp):
     """A dropout that has not dropped out yet: in evaluation it does nothing."""
 
@@ -137,7 +150,7 @@ class DropoutOfInput(DropoutAfter):
         return Mlp.forward(self, self.dropout(x))
 
 
-@pytest.mark.parametrize("cls", [Mlp, Lfm, T5, Merged, UpFirst, GEGLU, DropoutAfter, DropoutBetween])
+@pytest.mark.parametrize("cls", [Mlp, Lfm, T5, Merged, UpFirst, GEGLU, FeedForward, DropoutAfter, DropoutBetween])
 def test_mlp(cls: type[nn.Module]) -> None:
     module = randomized(cls())
     x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -56,9 +56,9 @@ KERNEL_SM90 = Kernel(
     "scale:f64",
     variants=[("bf16",), ("fp16",)],
 )  # fmt: skip
-_SM90_ROWS = 64  # of queries of a block, as in mla_decode_sm90.cu
+SM90_ROWS = 64  # of queries of a block, as in mla_decode_sm90.cu
 _SM90_KEYS = 64  # of a tile, as there
-_SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
+SM90_SHARED = 3 * 64 * 128 * 9 + 128 * (4 * 16 + 8) + 3 * 32 + 2 * 8 + 1024
 
 
 def _box_rows(cache: Meta, page_table: Meta | None) -> int:
@@ -69,7 +69,7 @@ def _box_rows(cache: Meta, page_table: Meta | None) -> int:
     return rows if rows >= 8 else 0
 
 
-def _split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int:
+def split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int:
     """Return how many splits take the shortest time, from shapes alone, in rounds of two tiles of a block.
 
     A block takes about a round more than its keys do, and each split of 128 rows 0.06 rounds for its parts.
@@ -80,7 +80,7 @@ def _split_count_sm90(row_tiles: int, rows: int, lkv: int, sm_count: int) -> int
         waves, merging = -(-row_tiles * splits // sm_count), 0.06 * splits * rows / 128 if splits > 1 else 0.0
         return waves * (-(-rounds // splits) + 1) + merging
 
-    return min(range(1, min(rounds, MAX_SPLITS) + 1), key=time)
+    return min(range(1, max(min(rounds, MAX_SPLITS), 1) + 1), key=time)
 
 
 def _check(q: Meta, kv_cache: Meta, lengths: Meta, page_table: Meta | None, value_width: int, scale: float) -> None:
@@ -117,14 +117,14 @@ def _plan(
     pages = 1 if page_table is None else page_table.shape[1]
     lkv, page_size = pages * cache.shape[1], max(cache.shape[1], 1)
     box_rows = _box_rows(cache, page_table) if "wgmma" in info.target.features and lkv else 0
-    row_tiles, rows = -(-lq * heads // (_SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
+    row_tiles, rows = -(-lq * heads // (SM90_ROWS if box_rows else _ROWS)), batch * lq * heads
     # Registers are for one block an SM.
     if level():
         splits = 1
         if not box_rows and "wgmma" in info.target.features and lkv:
             refuse("mla_decode", "pages are no multiples of 8 rows, and a cache in one piece is added in another order")
     elif box_rows:
-        splits = _split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
+        splits = split_count_sm90(row_tiles * batch, rows, lkv, info.sm_count)
     else:
         splits = split_count(row_tiles * batch, lkv, info.sm_count)
     scratch = part_memory(splits, rows, value_width)
@@ -137,7 +137,7 @@ def _plan(
             "kv_cache", token, sizes, box_strides(sizes, (cache.stride[1], cache.stride[0]), 2), (64, box_rows, 1)
         )
         kernel = Step(
-            KERNEL_SM90.bind((token,), device, (row_tiles, splits, batch), 384, _SM90_SHARED),
+            KERNEL_SM90.bind((token,), device, (row_tiles, splits, batch), 384, SM90_SHARED),
             *(boxes, "q", "lengths", "page_table", "out", "lse", *parts, heads, lq, lkv, width, value_width, splits),
             *(page_size, box_rows, table_row, *of_q, right, scale),
         )

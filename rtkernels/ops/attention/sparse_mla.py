@@ -8,6 +8,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_width
 from rtkernels.ops.attention.decode_plan import COMBINE, combine, dense_strides, part_memory, split_count
+from rtkernels.ops.attention.mla_decode import SM90_ROWS, SM90_SHARED, split_count_sm90
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level
@@ -29,6 +30,15 @@ _TILE = _KEYS * 2 * _WIDTH
 
 KERNEL = Kernel(
     "attention/sparse_mla.cu", "sparse_mla", template="T CODED", max_registers=255, tier="serve",
+    args="q:ptr cache:ptr indices:ptr positions:ptr sinks:ptr out:ptr lse:ptr parts:ptr part_lse:ptr tokens:i64 "
+    "heads:i64 keys:i64 count:i64 d_qk:i64 d_v:i64 splits:i64 q_row:i64 q_head:i64 cache_row:i64 "
+    "index_row:i64 scale:f64",
+    variants=[(t, coded) for t in ("bf16", "fp16") for coded in (False, True)],
+)  # fmt: skip
+
+KERNEL_SM90 = Kernel(
+    "attention/sparse_mla_sm90.cu", "sparse_mla_sm90", template="T CODED", max_registers=168, needs=("wgmma",),
+    tier="serve",
     args="q:ptr cache:ptr indices:ptr positions:ptr sinks:ptr out:ptr lse:ptr parts:ptr part_lse:ptr tokens:i64 "
     "heads:i64 keys:i64 count:i64 d_qk:i64 d_v:i64 splits:i64 q_row:i64 q_head:i64 cache_row:i64 "
     "index_row:i64 scale:f64",
@@ -73,20 +83,26 @@ def _stride(meta: Meta, dim: int) -> int:
 
 def _plan(q: Meta, kv: Meta, indices: Meta, positions, sinks, value_width: int, scale: float, device: int) -> Steps:
     (tokens, heads, width), token, coded = q.shape, DTYPE_TOKEN[q.dtype], kv.dtype == torch.uint8
-    blocks, rows = tokens * -(-heads // _ROWS), tokens * heads
-    splits = 1 if level() else split_count(blocks, indices.shape[1], device_info(device).sm_count)
+    info, count, rows = device_info(device), indices.shape[1], tokens * heads
+    if "wgmma" in info.target.features:
+        blocks, threads, shared = tokens * -(-heads // SM90_ROWS), 384, SM90_SHARED
+        splits = 1 if level() else split_count_sm90(blocks, rows, count, info.sm_count)
+        kernel = KERNEL_SM90
+    else:
+        blocks, threads = tokens * -(-heads // _ROWS), 256
+        splits = 1 if level() else split_count(blocks, count, info.sm_count)
+        kernel, shared = KERNEL, _SCORES + (_TILE + 2 * _KEYS * _CODED if coded else 2 * _TILE)
     scratch = part_memory(splits, rows, value_width)
-    shared = _SCORES + (_TILE + 2 * _KEYS * _CODED if coded else 2 * _TILE)
     parts, sink = ("parts", "part_lse") if scratch else (0, 0), 0 if sinks is None else "sinks"
-    kernel = Step(
-        KERNEL.bind((token, coded), device, (blocks, splits), 256, shared),
+    step = Step(
+        kernel.bind((token, coded), device, (blocks, splits), threads, shared),
         *("q", "kv", "indices", 0 if positions is None else "positions", sink, "out", "lse", *parts, tokens, heads),
-        *(kv.shape[0], indices.shape[1], width, value_width, splits, _stride(q, 0), _stride(q, 1)),
-        *(_stride(kv, 0) * (1 if coded else 2), indices.shape[1], scale),
+        *(kv.shape[0], count, width, value_width, splits, _stride(q, 0), _stride(q, 1)),
+        *(_stride(kv, 0) * (1 if coded else 2), count, scale),
     )
     sizes = (tokens, 1, heads, value_width)
     merge = [combine(token, sink, sizes, splits, dense_strides(1, heads, value_width), device)] if scratch else []
-    return Steps(kernel, *merge, scratch=scratch)
+    return Steps(step, *merge, scratch=scratch)
 
 
 def decoded(kv: Tensor) -> Tensor:
@@ -167,4 +183,4 @@ def sparse_mla(
     return (result, lse) if return_lse else result
 
 
-OP = Op("sparse_mla", public=("sparse_mla",), kernels=(KERNEL, COMBINE), torch_ops=(FORWARD,))
+OP = Op("sparse_mla", public=("sparse_mla",), kernels=(KERNEL, KERNEL_SM90, COMBINE), torch_ops=(FORWARD,))

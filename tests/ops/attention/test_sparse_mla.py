@@ -9,6 +9,7 @@ from support.compare import poisoned, running_on
 from support.places import at, error_tests
 from torch import Tensor
 
+import rtkernels
 from rtkernels import sparse_mla
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -91,7 +92,7 @@ def test_latents_of_656_bytes(dtype: torch.dtype, place: str) -> None:
             assert_near(a, b.to(device), 2.0**-7, what)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_what_does_not_count(place: str) -> None:
     q, kv, indices = random(4, 3, 64).to(BF16), random(40, 64, seed=1).to(BF16), choice(4, 40, 40)
     indices[0] = -1
@@ -111,7 +112,21 @@ def test_what_does_not_count(place: str) -> None:
             assert bool((lse[0].isinf() if sink is None else lse[0].cpu().sub(sink).abs() < 1e-5).all())
 
 
-@at("cpu", "sm_80", "cuda")
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("coded", [False, True])
+def test_many_tiles_of_a_block(coded: bool, place: str) -> None:
+    """Stages are used again, and the second head tile has one row."""
+    q, indices = random(1, 65, 576).to(BF16), choice(1, 390, 400)
+    indices[0, 130:260] = -1
+    kv, latents = packed(random(400, 576, seed=1)) if coded else (random(400, 576, seed=1).to(BF16),) * 2
+    want = exact(q, latents, indices, 512, 0.05)
+    with running_on(place) as device, poisoned(), rtkernels.batch_invariant():
+        got = sparse_mla(*(t.to(device) for t in (q, kv, indices)), scale=0.05, return_lse=True)
+        for a, b, what in zip(got, want, ("out", "lse"), strict=True):
+            assert_near(a, b.to(device), 2.0**-7, what)
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_empty(place: str) -> None:
     with running_on(place) as device:
         q, kv = torch.ones(2, 3, 64, device=device, dtype=BF16), torch.ones(5, 64, device=device, dtype=BF16)
@@ -122,7 +137,8 @@ def test_empty(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    test_values("splits", "sm_90")
+    test_values("splits", "sm_80")
+    test_latents_of_656_bytes(BF16, "sm_80")
     test_latents_of_656_bytes(BF16, "sm_90")
 
 
