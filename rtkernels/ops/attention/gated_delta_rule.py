@@ -118,7 +118,7 @@ def _plan_backward(
         names["initial"] = "initial_state"
     steps += [
         scans.scan(call, q, k, v, names, device),
-        plans.reverse(
+        scans.reverse(
             call,
             q,
             k,

@@ -26,7 +26,14 @@ SCAN_SM90 = Kernel(
     f"states:ptr updates:ptr {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_VARIANTS,
 )  # fmt: skip
-KERNELS = (SCAN_SM90,)
+REVERSE_SM90 = Kernel(
+    "attention/gated_delta_rule_reverse_sm90.cu", "gated_delta_rule_reverse_sm90", template="T DK KIND",
+    max_registers=168, needs=("wgmma",),
+    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr "
+    f"dstates:ptr drest:ptr {SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
+    variants=_VARIANTS,
+)  # fmt: skip
+KERNELS = (SCAN_SM90, REVERSE_SM90)
 
 
 def by_wgmma(device: int) -> bool:
@@ -44,15 +51,16 @@ class _Shape(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, call: Call, boxes: int, keys: int, states: bool, factors: int, device: int) -> _Shape:
+    def of(cls, call: Call, boxes: int, keys: int, kept: int, device: int) -> _Shape:
         """Return the launch of a scan whose stages have `boxes` of 64 x 64 and `keys` tiles of keys beside the values.
 
+        `kept`: bytes beside the stages for each group.
         Blocks of one group are for heads that, split so, do not need more than one block per SM.
         """
         info, tiles = device_info(device), -(-call.d_v // 64)
         groups = 1 if tiles == 1 or call.sequences * call.heads * tiles <= info.sm_count else 2
         stage = (keys * call.width // 64 + boxes + groups) * _BOX + _NUMBERS
-        others = groups * (int(states) * 128 * call.width + 4 * 4 * 64 * factors) + 16 * _MAX_STAGES + 1024
+        others = groups * (kept + 4 * _NUMBERS) + 16 * _MAX_STAGES + 1024
         stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
         kind = _CHANNELS if call.channels else _HEADS if call.corrected else _UNCORRECTED
         grid = (-(-tiles // groups), call.heads, call.sequences)
@@ -65,7 +73,7 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
         return plans.scan(call, q, k, v, names, device)
     writes = "out" in names
     boxes, keys = int(call.corrected) + int(writes), 1 + int(writes) + int(call.channels)
-    shape = _Shape.of(call, boxes, keys, "states" in names, 4, device)
+    shape = _Shape.of(call, boxes, keys, 128 * call.width if "states" in names else 0, device)
     variant = (call.token, call.width, shape.kind)
     launch = SCAN_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
     given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
@@ -73,4 +81,18 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
         launch, *(*call.keys, "v", *call.matrices, given["initial"], given["final"], call.cu, given["out"]),
         *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
         *(*flat_strides(q, k, v), shape.stages, call.scale),
+    )  # fmt: skip
+
+
+def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitial: str | int, device: int) -> Step:
+    """Return the launch of gradients from chunk to chunk."""
+    if not by_wgmma(device):
+        return plans.reverse(call, q, k, dout, dfinal, dinitial, device)
+    shape = _Shape.of(call, 1 + int(call.corrected), 2 + int(call.channels), 128 * call.width + _BOX, device)
+    variant = (call.token, call.width, shape.kind)
+    launch = REVERSE_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
+    return Step(
+        launch, *(*call.keys, "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
+        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *flat_strides(q, k, dout), shape.stages),
+        call.scale,
     )  # fmt: skip

@@ -170,7 +170,7 @@ def _plan_backward(dout, dfinal_state, q, k, v, skip, initial_state, cu_seqlens,
     dfinal, dinitial = 0 if dfinal_state is None else "dfinal_state", "dinitial_state" if needs_state else 0
     steps += [
         _scan(call, q, k, v, names, device),
-        plans.reverse(call, q, k, dout, dfinal, dinitial, device),
+        scans.reverse(call, q, k, dout, dfinal, dinitial, device),
         plans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
