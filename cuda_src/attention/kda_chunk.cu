@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(256, 2)
         }
     };
     if (thread < 128) {
-        invert_unit_lower(x, m);
+        invert_unit_lower(x, m, thread, 1);
         write(solve, x, thread);
     } else {
         write(inner, p, thread - 128);
