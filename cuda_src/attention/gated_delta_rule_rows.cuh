@@ -71,4 +71,18 @@ RTK_DEVICE DeltaChunk delta_chunk(i64 number, i64 length, const i32* cu, int seq
 // exp2 of a difference of cumulative log2 decays.
 RTK_DEVICE float decay_between(float later, float earlier) { return ptx::ex2(later - earlier); }
 
+// Of the kernels of gradients inside chunks.
+template <typename T>
+struct DeltaGradArguments {
+    const T *q, *k, *v, *dout;
+    const float* rows;
+    const i32* cu;
+    const T *states, *dstates, *updates, *drest;
+    T *dq, *dk;
+    float *dg, *dbeta;
+    i64 sequences, length, heads, key_heads, d_k, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row,
+        v_head, dout_batch, dout_row, dout_head, flags, stages;
+    double scale;
+};
+
 }  // namespace rtk

@@ -8,13 +8,14 @@
 // where factors of tokens multiply columns. A chunk's result is left in the place of its values, and stored while
 // the next chunk's first products run; the stage is released then. Without a correction (kUncorrected) U = beta V.
 //
-// Either `out`, or `states` and `updates` are given; other pointers may be null as there. Factors of tokens are
+// With WRITES, `out` is given, otherwise `states` and `updates`; other pointers may be null as there. (ptxas serialises
+// products whose number in flight depends on anything at run time.) Factors of tokens are
 // computed by each warp for itself. Grid: tiles of columns, heads, sequences.
 #include "attention/gated_delta_rule_sm90.cuh"
 
 namespace rtk {
 
-template <typename T, int DK, int KIND>
+template <typename T, int DK, int KIND, bool WRITES>
 __global__ void __launch_bounds__(384, 1)
     gated_delta_rule_scan_sm90(const T* q, const T* k, const T* after, const T* v, const T* solve, const T* inner,
                                const float* rows, const float* skip, const float* initial, float* final, const i32* cu, T* out, T* states,
@@ -29,8 +30,7 @@ __global__ void __launch_bounds__(384, 1)
     const ptx::SharedAddress tiles = ptx::aligned_up<1024>(ptx::shared_address(memory));
     u8* const tile_bytes = memory + (tiles - ptx::shared_address(memory));
     const int groups = static_cast<int>(blockDim.x) / 128 - 1, count = static_cast<int>(stages);
-    const bool writes = out != nullptr;
-    const DeltaStage stage(kKeyBytes, groups, writes, kCorrected, writes, kChannels);
+    const DeltaStage stage(kKeyBytes, groups, WRITES, kCorrected, WRITES, kChannels);
     const u32 states_at = count * stage.bytes, factors_at = states_at + (states != nullptr ? groups * DK * kTileRow : 0);
     TileRing ring(tiles + factors_at + groups * (4 * kFactors * kDelta * 4), count);
 
@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(384, 1)
             if constexpr (kChannels) {
                 fetch_boxes<DK>(thread, to, k + at * kDelta * d_k, d_k, kDelta, k_vectors);
                 fetch_boxes<DK>(thread, to + stage.after, after + at * kDelta * d_k, d_k, kDelta, k_vectors);
-                if (writes) fetch_boxes<DK>(thread, to + stage.queries, q + at * kDelta * d_k, d_k, kDelta, k_vectors);
+                if constexpr (WRITES) fetch_boxes<DK>(thread, to + stage.queries, q + at * kDelta * d_k, d_k, kDelta, k_vectors);
             } else {
                 fetch_boxes<DK>(thread, to, k + i0 * k_row, k_row, here, k_vectors);
-                if (writes) fetch_boxes<DK>(thread, to + stage.queries, q + i0 * q_row, q_row, here, k_vectors);
+                if constexpr (WRITES) fetch_boxes<DK>(thread, to + stage.queries, q + i0 * q_row, q_row, here, k_vectors);
             }
             if (thread < kRowKinds * kDelta / 4)
                 ptx::cp_async_16(to + stage.numbers + thread * 16, rows + at * (kRowKinds * kDelta) + thread * 4);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(384, 1)
                 fetch_boxes<64>(thread, to + stage.values + i * kBoxBytes, v + i0 * v_row + 64 * i, v_row, here,
                                 (static_cast<int>(d_v) - first_column) / 8 - 8 * i);
             if constexpr (kCorrected) fetch_boxes<64>(thread, to + stage.solve, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
-            if (writes) fetch_boxes<64>(thread, to + stage.inner, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            if constexpr (WRITES) fetch_boxes<64>(thread, to + stage.inner, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
         });
         return;
     }
@@ -83,17 +83,17 @@ __global__ void __launch_bounds__(384, 1)
     float* const factors = reinterpret_cast<float*>(tile_bytes + factors_at) + warp * (kFactors * kDelta);
     const float *const betas = factors, *const before = factors + kDelta, *const later = before + kDelta, *const of_query = later + kDelta;
     const float by_value = skip != nullptr ? skip[head] : 0.0f;
-    const i64 result_row = writes ? heads * d_v : d_v;
-    if (writes) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    const i64 result_row = WRITES ? heads * d_v : d_v;
+    if constexpr (WRITES) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
     TransposedState<DK> state;
     state.load(initial, state_head, d_k, d_v, own_column, lane);
     auto finish = [&](int chunk, int at_stage) {
         const ptx::SharedAddress box = tiles + at_stage * stage.bytes + stage.values + group * kBoxBytes;
         const int here = own.rows - chunk * kDelta;
-        T* const to = writes ? out + static_cast<i64>(chunk) * kDelta * heads * d_v
+        T* const to = WRITES ? out + static_cast<i64>(chunk) * kDelta * heads * d_v
                              : updates + ((own.chunk + chunk) * heads + head) * kDelta * d_v + column0;
         __syncwarp();
-        place.store<kDelta>(to, result_row, writes ? here : kDelta, columns, box, lane);
+        place.store<kDelta>(to, result_row, WRITES ? here : kDelta, columns, box, lane);
     };
 
     int last_stage = 0;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(384, 1)
             packed_by_rows<T>(product, rounded, keys, false);
             ptx::wgmma_commit();
         }
-        if (writes) {
+        if constexpr (WRITES) {
             packed_by_rows<T>(result, rounded, keys + stage.queries, false);
             ptx::wgmma_commit();
         }
@@ -143,8 +143,7 @@ __global__ void __launch_bounds__(384, 1)
         place.read(values, tile_bytes + at + stage.values + group * kBoxBytes);
         u32 update[kDelta / 16][4], decayed[kDelta / 16][4];
         if constexpr (kCorrected) {
-            if (writes) ptx::wgmma_wait<1>();
-            else ptx::wgmma_wait<0>();
+            ptx::wgmma_wait<WRITES ? 1 : 0>();
 #pragma unroll
             for (int k4 = 0; k4 < kDelta / 16; ++k4)
 #pragma unroll
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(384, 1)
             state.decay(ptx::ex2(end));
             ptx::wgmma_wait<0>();
         }
-        if (writes) {
+        if constexpr (WRITES) {
             if constexpr (kChannels) {
 #pragma unroll
                 for (float& sum : result) sum *= static_cast<float>(scale);
@@ -212,12 +211,12 @@ __global__ void __launch_bounds__(384, 1)
         if constexpr (kChannels) multiply_packed<T, kDelta>(state.sums, update, keys + stage.after, true);
         else multiply_packed<T, kDelta>(state.sums, decayed, keys, true);
         ptx::wgmma_commit();
-        if (writes) {
+        if constexpr (WRITES) {
             packed_by_rows<T>(result, update, keys + stage.inner, true);
             ptx::wgmma_commit();
         }
         ptx::wgmma_wait<0>();
-        if (writes) pack_rows<T>(update, result);
+        if constexpr (WRITES) pack_rows<T>(update, result);
         place.write(value_box, update);
         last_stage = ring.stage;
         ring.advance();

@@ -7,6 +7,7 @@
 #pragma once
 #include "attention/gated_delta_rule_rows.cuh"
 #include "attention/sm90_tile.cuh"
+#include "common/pressure.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -85,7 +86,7 @@ RTK_DEVICE void fetch_boxes(int thread, ptx::SharedAddress tile, const T* source
     for (int i = 0; i < kDelta / kStep; ++i) {
         const int at = row + i * kStep;
         ptx::cp_async_16_or_zero(box + (at * kTileRow + ((vector % 8 ^ (at & 7)) << 4)), from, at < last);
-        from += kStep * row_stride;
+        from = settled(from + kStep * row_stride);
     }
 }
 

@@ -155,8 +155,7 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
         keys = Memory((call.chunks, call.heads, _CHUNK, call.d_k), call.dtype)
         scaled = {"keys_before": keys, "queries_before": keys, "keys_after": keys}
         return [step], {"solve": matrices, "inner": matrices, "rows": rows} | scaled
-    square = 4 * _CHUNK * 68  # bytes of an fp32 matrix
-    shared = 5 * square if call.corrected else 2 * _CHUNK * tile_pitch(call.width) + square
+    shared = max(2 * _CHUNK * tile_pitch(call.width), 2 * 4 * _CHUNK * 68)
     launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     step = Step(
         launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),

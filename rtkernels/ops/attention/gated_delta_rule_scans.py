@@ -1,4 +1,4 @@
-"""The gated delta rule from chunk to chunk: the scans of a device, by wgmma where it has that."""
+"""The gated delta rule from chunk to chunk: the scans of a device, by wgmma where that is faster."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MAX_STAGES = 3
 
 _VARIANTS = [(t, d, kind) for t in ("bf16", "fp16") for d in (64, 128) for kind in range(3)]
 SCAN_SM90 = Kernel(
-    "attention/gated_delta_rule_scan_sm90.cu", "gated_delta_rule_scan_sm90", template="T DK KIND", max_registers=168,
-    needs=("wgmma",),
+    "attention/gated_delta_rule_scan_sm90.cu", "gated_delta_rule_scan_sm90", template="T DK KIND WRITES",
+    max_registers=168, needs=("wgmma",),
     args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr skip:ptr initial:ptr final:ptr cu:ptr out:ptr "
     f"states:ptr updates:ptr {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
-    variants=_VARIANTS,
+    variants=[(*variant, writes) for variant in _VARIANTS for writes in (False, True)],
 )  # fmt: skip
 REVERSE_SM90 = Kernel(
     "attention/gated_delta_rule_reverse_sm90.cu", "gated_delta_rule_reverse_sm90", template="T DK KIND",
@@ -36,8 +36,8 @@ REVERSE_SM90 = Kernel(
 KERNELS = (SCAN_SM90, REVERSE_SM90)
 
 
-def by_wgmma(device: int) -> bool:
-    """Return whether scans are those with wgmma, whatever the shapes."""
+def by_wgmma(call: Call, device: int) -> bool:
+    """Return whether scans are those with wgmma."""
     return "wgmma" in device_info(device).target.features
 
 
@@ -69,12 +69,12 @@ class _Shape(NamedTuple):
 
 def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
     """Return the launch from chunk to chunk. `names`: of initial, final, and out or states and updates."""
-    if not by_wgmma(device):
+    if not by_wgmma(call, device):
         return plans.scan(call, q, k, v, names, device)
     writes = "out" in names
     boxes, keys = int(call.corrected) + int(writes), 1 + int(writes) + int(call.channels)
     shape = _Shape.of(call, boxes, keys, 128 * call.width if "states" in names else 0, device)
-    variant = (call.token, call.width, shape.kind)
+    variant = (call.token, call.width, shape.kind, writes)
     launch = SCAN_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
     given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
     return Step(
@@ -86,7 +86,7 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
 
 def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitial: str | int, device: int) -> Step:
     """Return the launch of gradients from chunk to chunk."""
-    if not by_wgmma(device):
+    if not by_wgmma(call, device):
         return plans.reverse(call, q, k, dout, dfinal, dinitial, device)
     shape = _Shape.of(call, 1 + int(call.corrected), 2 + int(call.channels), 128 * call.width + _BOX, device)
     variant = (call.token, call.width, shape.kind)
