@@ -1,4 +1,5 @@
-// The inverse of a unit lower triangular matrix of a chunk, 64 x 64 in fp32 in shared memory: blocks of 16 x 16 by
+// Shared by the kernels that prepare chunks, with a decay per head or per channel: norms of rows, stores of matrices, and the
+// inverse of a unit lower triangular matrix of a chunk, 64 x 64 in fp32 in shared memory: blocks of 16 x 16 by
 // substitution, one warp each, then pairs of blocks, then pairs of those, by -B^-1 C A^-1.
 #pragma once
 #include "attention/gated_delta_rule.cuh"
@@ -6,6 +7,34 @@
 namespace rtk {
 
 inline constexpr int kSolvePitch = 68;
+
+// The sum of squares of part `part` of PARTS of a tile's row.
+template <typename T, typename Tile, int PARTS>
+RTK_DEVICE float row_square(const u8* tile, int row, int part) {
+    float square = 0.0f;
+#pragma unroll
+    for (int v = 0; v < Tile::kVectors / PARTS; ++v) {
+        float f[8];
+        unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(tile + Tile::offset(row, part * (Tile::kVectors / PARTS) + v)), f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) square += f[i] * f[i];
+    }
+    return square;
+}
+
+RTK_DEVICE float inverse_norm(float square) { return rsqrtf(square + 1e-6f); }
+
+// Stores a matrix of a chunk, 64 x 64 in fp32 in shared memory, rounded and dense, by 128 threads.
+template <typename T>
+RTK_DEVICE void store_square(T* to, const float* from, int thread) {
+#pragma unroll
+    for (int at = thread * 8; at < kDelta * kDelta; at += 128 * 8) {
+        float f[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) f[i] = from[at / kDelta * kSolvePitch + at % kDelta + i];
+        store<T, 8>(to + at, f);
+    }
+}
 
 // out = -+ left by right for SIZE x SIZE blocks, by 4 SIZE threads.
 template <int SIZE, bool kNegative>

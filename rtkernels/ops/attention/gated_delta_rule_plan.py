@@ -206,7 +206,8 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitia
     launch = REVERSE.bind((call.token, call.width, shape.columns, call.channels), device, grid, 256, shape.shared)
     return Step(
         launch, *(*call.keys, "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
-        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *flat_strides(q, k, dout), shape.stages, call.scale),
+        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *flat_strides(q, k, dout)),
+        *(shape.stages, call.scale),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention.gated_delta_rule_plan import SIZES, Call, flat_strides
 from rtkernels.ops.attention.mma_plan import stride_arguments
+from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.declared import Meta
@@ -37,8 +38,14 @@ KERNELS = (SCAN_SM90, REVERSE_SM90)
 
 
 def by_wgmma(call: Call, device: int) -> bool:
-    """Return whether scans are those with wgmma."""
-    return "wgmma" in device_info(device).target.features
+    """Return whether scans are those with wgmma.
+
+    A chunk takes them longer, so they are for calls whose tiles of 64 columns fill more than half of a device, and not
+    for those whose bits must not depend on the batch.
+    """
+    info = device_info(device)
+    tiles = call.sequences * call.heads * -(-call.d_v // 64)
+    return "wgmma" in info.target.features and not level() and tiles > info.sm_count // 2
 
 
 class _Shape(NamedTuple):

@@ -56,7 +56,9 @@ def inputs(tokens, groups, heads, d_state, width, sequences, dtype, rate=0.3) ->
 
 def error_of(got: Tensor, want: Tensor) -> float:
     """Return the largest error, as a part of the largest value."""
-    return float((got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30)) if want.numel() else 0.0
+    if not want.numel():
+        return 0.0
+    return float((got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
 
 
 def check(tensors: list[Tensor], ends: list[int] | None, place: str):
@@ -95,7 +97,8 @@ def check(tensors: list[Tensor], ends: list[int] | None, place: str):
 
 # tokens, groups, heads, widths of B and x, type
 CASES = {
-    "one": (1, 1, 4, 8, 8, BF16),  # several heads, as errors of dA are measured by the largest one: each is a sum that cancels
+    # Several heads: errors of dA are measured by the largest one, as each of them is a sum that cancels.
+    "one": (1, 1, 4, 8, 8, BF16),
     "a chunk less one": (63, 1, 1, 16, 24, BF16),
     "a chunk and one": (65, 1, 2, 64, 40, FP16),
     "three heads of a group": (20, 2, 6, 32, 16, BF16),
