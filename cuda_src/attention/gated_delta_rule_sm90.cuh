@@ -53,12 +53,12 @@ struct TileRing {
     }
 };
 
-// The producer's loop: `fetch(chunk, stage)` starts this thread's copies. A stage is filled before the producer waits
+// The producer's loop: `fetch(chunk, stage)` starts this thread's copies. A stage is ready before the producer waits
 // for a free one that its consumers release only after they have it.
 template <typename Fetch>
 RTK_DEVICE void produce_tiles(TileRing ring, int chunks, Fetch fetch) {
     const int lag = ring.stages - 2;
-    int filled = 0;
+    int ready = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks + lag; ++chunk) {
         if (chunk < chunks) {
@@ -69,13 +69,13 @@ RTK_DEVICE void produce_tiles(TileRing ring, int chunks, Fetch fetch) {
         ptx::cp_async_commit();
         lag > 0 ? ptx::cp_async_wait<1>() : ptx::cp_async_wait<0>();
         if (chunk < lag) continue;
-        ring.commit(filled);
-        filled = filled + 1 == ring.stages ? 0 : filled + 1;
+        ring.commit(ready);
+        ready = ready + 1 == ring.stages ? 0 : ready + 1;
     }
 }
 
 // Starts the copy of 64 rows of a tile (Boxed<64, COLUMNS>) by 128 threads. Rows from `rows` on, and vectors from
-// `vectors` on, are zero-filled.
+// `vectors` on, are zero-ready.
 template <int COLUMNS, typename T>
 RTK_DEVICE void fetch_boxes(int thread, ptx::SharedAddress tile, const T* source, i64 row_stride, int rows, int vectors) {
     constexpr int kVectors = COLUMNS / 8, kStep = 128 / kVectors;

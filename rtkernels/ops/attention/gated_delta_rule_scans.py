@@ -37,15 +37,16 @@ REVERSE_SM90 = Kernel(
 KERNELS = (SCAN_SM90, REVERSE_SM90)
 
 
-def by_wgmma(call: Call, device: int) -> bool:
-    """Return whether scans are those with wgmma.
+def by_wgmma(call: Call, device: int, forward: bool = False) -> bool:
+    """Return whether a scan is that with wgmma.
 
-    A chunk takes them longer, so they are for calls whose tiles of 64 columns fill more than half of a device, and not
-    for those whose bits must not depend on the batch.
+    Its chunks take longer without queries, so those of gradients need tiles of 64 columns that fill more than half of a
+    device. It is not for calls with bits that must not depend on the batch.
     """
     info = device_info(device)
     tiles = call.sequences * call.heads * -(-call.d_v // 64)
-    return "wgmma" in info.target.features and not level() and tiles > info.sm_count // 2
+    fast = (forward and call.corrected) or tiles > info.sm_count // 2
+    return "wgmma" in info.target.features and not level() and fast
 
 
 class _Shape(NamedTuple):
@@ -59,7 +60,7 @@ class _Shape(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, boxes: int, keys: int, kept: int, device: int) -> _Shape:
-        """Return the launch of a scan whose stages have `boxes` of 64 x 64 and `keys` tiles of keys beside the values.
+        """Return the launch of a scan, its stages with `boxes` of 64 x 64 and `keys` tiles of keys beside the values.
 
         `kept`: bytes beside the stages for each group.
         Blocks of one group are for heads that, split so, do not need more than one block per SM.
@@ -76,7 +77,7 @@ class _Shape(NamedTuple):
 
 def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
     """Return the launch from chunk to chunk. `names`: of initial, final, and out or states and updates."""
-    if not by_wgmma(call, device):
+    if not by_wgmma(call, device, "out" in names):
         return plans.scan(call, q, k, v, names, device)
     writes = "out" in names
     boxes, keys = int(call.corrected) + int(writes), 1 + int(writes) + int(call.channels)

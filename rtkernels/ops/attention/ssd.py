@@ -103,7 +103,7 @@ def _shape(call: Call, device: int) -> tuple[int, int, int]:
 
 def _scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
     """Return the launch from chunk to chunk. `names`: of initial, final, and out or states and updates."""
-    if scans.by_wgmma(call, device):
+    if scans.by_wgmma(call, device, "out" in names):
         return scans.scan(call, q, k, v, names, device)
     columns, stages, shared = _shape(call, device)
     grid = (-(-call.d_v // columns), call.heads, call.sequences)

@@ -153,7 +153,7 @@ def test_groups_do_not_change_bits(place: str) -> None:
 
 @at("cuda")
 def test_the_scans_without_wgmma(place: str) -> None:
-    with mock.patch.object(gated_delta_rule_scans, "by_wgmma", lambda call, device: False):
+    with mock.patch.object(gated_delta_rule_scans, "by_wgmma", lambda *_: False):
         Plans.forget_all()
         check(inputs(200, 2, 4, 96, 136, 1, BF16), None, place)
     Plans.forget_all()
