@@ -37,20 +37,10 @@ __global__ void __launch_bounds__(256, 2)
     __syncthreads();
     {
         // The first half has the norms of keys, the other one those of queries.
-        float square = 0.0f;
         const int row = thread / 2;
-        if (l2norm) {
-#pragma unroll
-            for (int v = 0; v < Tile::kVectors / 2; ++v) {
-                float f[8];
-                const u8* const at = (first_half ? key_tile : query_tile) + Tile::offset(row, thread % 2 * (Tile::kVectors / 2) + v);
-                unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(at), f);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) square += f[i] * f[i];
-            }
-        }
+        float square = l2norm ? row_square<T, Tile, 2>(first_half ? key_tile : query_tile, row, thread % 2) : 0.0f;
         square += __shfl_xor_sync(0xffffffffu, square, 1);
-        const float norm = l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
+        const float norm = l2norm ? inverse_norm(square) : 1.0f;
         if (thread % 2 == 0) halves[0][first_half ? kKeyNorms : kQueryNorms][row] = halves[1][first_half ? kKeyNorms : kQueryNorms][row] = norm;
     }
     float products[8][4];  // k_i . k_j, or q_i . k_j
@@ -115,16 +105,8 @@ __global__ void __launch_bounds__(256, 2)
             continue;
         }
         ptx::named_barrier_sync(1, 128);
-        invert_unit_lower(x, m);
-        T* const solved = solve + (number * heads + head) * (kDelta * kDelta);
-#pragma unroll
-        for (int at = thread * 8; at < kDelta * kDelta; at += 128 * 8) {
-            const float* const from = x + at / kDelta * kSolvePitch + at % kDelta;
-            float f[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) f[i] = from[i];
-            store<T, 8>(solved + at, f);
-        }
+        invert_unit_lower(x, m, thread, 1);
+        store_square(solve + (number * heads + head) * (kDelta * kDelta), x, thread);
     }
 }
 

@@ -28,19 +28,6 @@ RTK_DEVICE void row_dots(const float (&sums)[N][4], const u8* tile, int row, int
     }
 }
 
-template <typename T>
-struct DeltaGradArguments {
-    const T *q, *k, *v, *dout;
-    const float* rows;
-    const i32* cu;
-    const T *states, *dstates, *updates, *drest;
-    T *dq, *dk;
-    float *dg, *dbeta;
-    i64 sequences, length, heads, key_heads, d_k, d_v, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row,
-        v_head, dout_batch, dout_row, dout_head, flags, stages;
-    double scale;
-};
-
 template <typename T, int DK>
 __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_constant__ DeltaGradArguments<T> args) {
     using KTile = MmaTile<DK>;

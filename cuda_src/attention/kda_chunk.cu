@@ -64,23 +64,11 @@ __global__ void __launch_bounds__(256, 2)
     {
         // Four threads a row: half of the channels of k, then of q.
         const int row = thread / 4;
-        float square[2] = {0.0f, 0.0f};
-        if (l2norm) {
-#pragma unroll
-            for (int which = 0; which < 2; ++which)
-#pragma unroll
-                for (int v = 0; v < Tile::kVectors / 4; ++v) {
-                    float f[8];
-                    const u8* const from = (which ? query_tile : key_tile) + Tile::offset(row, thread % 4 * (Tile::kVectors / 4) + v);
-                    unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(from), f);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) square[which] += f[i] * f[i];
-                }
-        }
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-            const float sum = quad_sum(square[which]);
-            if (thread % 4 == 0) norms[which][row] = l2norm ? rsqrtf(sum + 1e-6f) : 1.0f;
+            const float square = l2norm ? row_square<T, Tile, 4>(which ? query_tile : key_tile, row, thread % 4) : 0.0f;
+            const float sum = quad_sum(square);
+            if (thread % 4 == 0) norms[which][row] = l2norm ? inverse_norm(sum) : 1.0f;
         }
     }
     __syncthreads();  // sums of the first parts were read
@@ -216,19 +204,11 @@ __global__ void __launch_bounds__(256, 2)
         }
     }
     __syncthreads();
-    auto write = [&](T* to, const float* from, int first) {
-        for (int i = first * 8; i < kDelta * kDelta; i += 128 * 8) {
-            float f[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) f[e] = from[i / kDelta * kSolvePitch + i % kDelta + e];
-            store<T, 8>(to + at * (kDelta * kDelta) + i, f);
-        }
-    };
     if (thread < 128) {
-        invert_unit_lower(x, m);
-        write(solve, x, thread);
+        invert_unit_lower(x, m, thread, 1);
+        store_square(solve + at * (kDelta * kDelta), x, thread);
     } else {
-        write(inner, p, thread - 128);
+        store_square(inner + at * (kDelta * kDelta), p, thread - 128);
     }
 }
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention import gated_delta_rule_reference as reference
+from rtkernels.ops.attention import gated_delta_rule_scans as scans
 from rtkernels.ops.attention.backends import TAIL
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width
 from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
@@ -73,7 +74,7 @@ def _plan(q, k, v, g, initial_state, cu_seqlens, scale, l2norm, wants_state, dev
     if wants_state:
         names["final"] = "final_state"
     tails = plans.tails(call, (("out", call.heads, call.d_v),), device)
-    return Steps(*steps, plans.scan(call, q, k, v, names, device), *tails, scratch=scratch)
+    return Steps(*steps, scans.scan(call, q, k, v, names, device), *tails, scratch=scratch)
 
 
 def _outputs(q, v, cu_seqlens, wants_state) -> tuple[Memory | None, ...]:
@@ -116,8 +117,8 @@ def _plan_backward(
     if initial_state is not None:
         names["initial"] = "initial_state"
     steps += [
-        plans.scan(call, q, k, v, names, device),
-        plans.reverse(
+        scans.scan(call, q, k, v, names, device),
+        scans.reverse(
             call,
             q,
             k,
@@ -283,6 +284,6 @@ def gated_delta_rule_step(
 
 
 OP = Op(
-    "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"), kernels=(*KERNELS, TAIL),
+    "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"), kernels=(*KERNELS, *scans.KERNELS, TAIL),
     torch_ops=(FORWARD, BACKWARD, ONE),
 )  # fmt: skip

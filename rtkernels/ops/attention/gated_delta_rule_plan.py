@@ -28,7 +28,7 @@ _MATRIX = 2 * _CHUNK * _CHUNK  # bytes of T or P
 
 _TYPES = [(t, d) for t in _TOKENS for d in _WIDTHS]
 _SCANS = [(t, d, v, channels) for t, d in _TYPES for v in _COLUMNS for channels in (False, True)]
-_SIZES = "length:i64 heads:i64 key_heads:i64 d_k:i64 d_v:i64"
+SIZES = "length:i64 heads:i64 key_heads:i64 d_k:i64 d_v:i64"
 CHUNK = Kernel(
     "attention/gated_delta_rule_chunk.cu", "gated_delta_rule_chunk", template="T DK", max_registers=255,
     args="q:ptr k:ptr g:ptr beta:ptr cu:ptr solve:ptr inner:ptr rows:ptr sequences:i64 length:i64 heads:i64 "
@@ -38,19 +38,19 @@ CHUNK = Kernel(
 SCAN = Kernel(
     "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT CHANNELS", max_registers=255,
     args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr "
-    f"states:ptr updates:ptr {_SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
+    f"states:ptr updates:ptr {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 REVERSE = Kernel(
     "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT CHANNELS", max_registers=255,
     args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr "
-    f"dv:ptr dstates:ptr drest:ptr {_SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
+    f"dv:ptr dstates:ptr drest:ptr {SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
     "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255, struct=True,
     args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
-    f"dbeta:ptr sequences:i64 {_SIZES} {stride_arguments('q k v dout')} flags:i64 stages:i64 scale:f64",
+    f"dbeta:ptr sequences:i64 {SIZES} {stride_arguments('q k v dout')} flags:i64 stages:i64 scale:f64",
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
@@ -135,7 +135,8 @@ class Call(NamedTuple):
         return "solve" if self.corrected else 0, "inner", "rows", "skip" if self.skip else 0
 
 
-def _flat(*metas: Meta) -> tuple[int, ...]:
+def flat_strides(*metas: Meta) -> tuple[int, ...]:
+    """Return the strides of batch, row and head of each."""
     return tuple(number for meta in metas for number in strides(meta)[:3])
 
 
@@ -148,7 +149,7 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
         launch = KDA_CHUNK.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
         step = Step(
             launch, *("q", "k", "g", "beta", call.cu, "solve", "inner", "rows", "keys_before", "queries_before"),
-            *("keys_after", call.sequences, call.length, call.heads, call.key_heads, call.d_k, *_flat(q, k)),
+            *("keys_after", call.sequences, call.length, call.heads, call.key_heads, call.d_k, *flat_strides(q, k)),
             *(int(call.l2norm), call.scale),
         )  # fmt: skip
         keys = Memory((call.chunks, call.heads, _CHUNK, call.d_k), call.dtype)
@@ -158,7 +159,7 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
     launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     step = Step(
         launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),
-        *(call.key_heads, call.d_k, *_flat(q, k), int(call.l2norm), call.scale),
+        *(call.key_heads, call.d_k, *flat_strides(q, k), int(call.l2norm), call.scale),
     )  # fmt: skip
     return [step], ({"solve": matrices} if call.corrected else {}) | {"inner": matrices, "rows": rows}
 
@@ -194,7 +195,7 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
     return Step(
         launch, *(*call.keys, "v", *call.matrices[:3], given["initial"], given["final"], call.cu, given["out"]),
         *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*_flat(q, k, v), shape.stages, call.scale),
+        *(*flat_strides(q, k, v), shape.stages, call.scale),
     )  # fmt: skip
 
 
@@ -205,7 +206,8 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitia
     launch = REVERSE.bind((call.token, call.width, shape.columns, call.channels), device, grid, 256, shape.shared)
     return Step(
         launch, *(*call.keys, "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
-        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *_flat(q, k, dout), shape.stages, call.scale),
+        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *flat_strides(q, k, dout)),
+        *(shape.stages, call.scale),
     )  # fmt: skip
 
 
@@ -217,7 +219,7 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
         return Step(
             launch, *("q", "k", "v", "dout", "g", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk"),
             *("dg", "dbeta", "kept" if call.width > 64 else 0, call.sequences, call.length, call.heads, call.d_k),
-            *(call.d_v, *_flat(q, k, v, dout), int(call.l2norm), call.scale),
+            *(call.d_v, *flat_strides(q, k, v, dout), int(call.l2norm), call.scale),
         )  # fmt: skip
     keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
     stage = 3 * values + 2 * call.width * tile_pitch(64)
@@ -228,7 +230,7 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
     return Step(
         launch, *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
         *("dbeta", call.sequences, call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*_flat(q, k, v, dout), int(call.l2norm) + 2 * (not call.corrected), stages, call.scale),
+        *(*flat_strides(q, k, v, dout), int(call.l2norm) + 2 * (not call.corrected), stages, call.scale),
     )  # fmt: skip
 
 

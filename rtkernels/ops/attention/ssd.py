@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
+from rtkernels.ops.attention import gated_delta_rule_scans as scans
 from rtkernels.ops.attention import ssd_reference as reference
 from rtkernels.ops.attention.checks import HALVES, Heads, check_grid, check_width, strides
 from rtkernels.ops.attention.gated_delta_rule_plan import MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
@@ -101,7 +102,9 @@ def _shape(call: Call, device: int) -> tuple[int, int, int]:
 
 
 def _scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
-    """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
+    """Return the launch from chunk to chunk. `names`: of initial, final, and out or states and updates."""
+    if scans.by_wgmma(call, device, "out" in names):
+        return scans.scan(call, q, k, v, names, device)
     columns, stages, shared = _shape(call, device)
     grid = (-(-call.d_v // columns), call.heads, call.sequences)
     launch = _SCAN.bind((call.token, call.width, columns), device, grid, 256, shared)
@@ -167,7 +170,7 @@ def _plan_backward(dout, dfinal_state, q, k, v, skip, initial_state, cu_seqlens,
     dfinal, dinitial = 0 if dfinal_state is None else "dfinal_state", "dinitial_state" if needs_state else 0
     steps += [
         _scan(call, q, k, v, names, device),
-        plans.reverse(call, q, k, dout, dfinal, dinitial, device),
+        scans.reverse(call, q, k, dout, dfinal, dinitial, device),
         plans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))

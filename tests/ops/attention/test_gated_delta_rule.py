@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from unittest import mock
 
@@ -14,7 +17,7 @@ from support.ways import assert_equal_bits
 from torch import Tensor
 
 from rtkernels import gated_delta_rule, gated_delta_rule_step
-from rtkernels.ops.attention import gated_delta_rule_plan
+from rtkernels.ops.attention import gated_delta_rule_plan, gated_delta_rule_scans
 from rtkernels.runtime.launch.plans import Plans
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -94,19 +97,19 @@ CASES = {
 }
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, place: str) -> None:
     tokens, key_heads, heads, d_k, d_v, dtype = CASES[name]
     check(inputs(tokens, key_heads, heads, d_k, d_v, 1, dtype), None, place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_packed_sequences(place: str) -> None:
     check(inputs(80, 1, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
 
 
-@at("sm_80", "cuda")
+@at("sm_80")
 @pytest.mark.parametrize("stages", (1, 2))
 def test_less_shared_memory(stages: int, place: str) -> None:
     with mock.patch.object(gated_delta_rule_plan, "_MAX_STAGES", stages):
@@ -115,13 +118,54 @@ def test_less_shared_memory(stages: int, place: str) -> None:
     Plans.forget_all()
 
 
-@at("cpu", "sm_80", "cuda")
+@contextmanager
+def wgmma_scans(stages: int, processors: int) -> Iterator[None]:
+    """Let scans with wgmma have so many stages, and a device so many SMs."""
+    info = gated_delta_rule_scans.device_info
+
+    def fewer(device: int):
+        return dataclasses.replace(info(device), sm_count=processors)
+
+    with (
+        mock.patch.object(gated_delta_rule_scans, "_MAX_STAGES", stages),
+        mock.patch.object(gated_delta_rule_scans, "device_info", fewer),
+    ):
+        Plans.forget_all()
+        yield
+    Plans.forget_all()
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("stages", (2, 3))
+def test_two_groups_of_columns(stages: int, place: str) -> None:
+    """Blocks with two consumer warpgroups; the last one of three has no columns."""
+    with wgmma_scans(stages, 1):
+        check(inputs(200, 1, 1, 16, 136, 3, BF16), [0, 1, 1, 199], place)
+
+
+@at("sm_90", "cuda")
+def test_groups_do_not_change_bits(place: str) -> None:
+    tensors = inputs(70, 1, 2, 16, 72, 1, BF16)
+    alone = check(tensors, None, place)
+    with wgmma_scans(2, 1):
+        assert_equal_bits(check(tensors, None, place), alone)
+
+
+@at("cuda")
+def test_the_scans_without_wgmma(place: str) -> None:
+    with mock.patch.object(gated_delta_rule_scans, "by_wgmma", lambda *_: False):
+        Plans.forget_all()
+        check(inputs(200, 2, 4, 96, 136, 1, BF16), None, place)
+    Plans.forget_all()
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("decay", (0.0, 1e-6, 20.0))
 def test_decays(decay: float, place: str) -> None:
     check(inputs(70, 1, 1, 16, 16, 1, BF16, decay), None, place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("beta", (1.0, 2.0))
 def test_equal_keys(beta: float, place: str) -> None:
     """M has entries of beta everywhere; products of it grow, the inverse does not."""
@@ -132,13 +176,13 @@ def test_equal_keys(beta: float, place: str) -> None:
     check(tensors, None, place, tolerance=2.0**-3 if beta == 2.0 else 2.0**-6)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_without_norms(place: str) -> None:
     q, k, *others = inputs(66, 1, 1, 16, 16, 1, BF16)
     check([q, k / 4, *others], None, place, l2norm=False)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_a_decay_of_minus_infinity_forgets(place: str) -> None:
     with running_on(place) as device:
         q, k, v, g, beta, state = (t.to(device) for t in inputs(20, 1, 1, 16, 16, 1, BF16))
@@ -160,7 +204,7 @@ def test_steps_are_the_whole(place: str) -> None:
         assert_near(state, final.double(), 2.0**-6)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_states_carry_on(place: str) -> None:
     with running_on(place) as device:
         *rows, _ = (t.to(device).unsqueeze(0) for t in inputs(90, 1, 1, 16, 16, 1, BF16))
@@ -175,6 +219,7 @@ def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     from ops.attention import test_kda
 
+    test_packed_sequences("sm_80")
     test_packed_sequences("sm_90")
     test_steps_are_the_whole("sm_90")
     test_kda.test_packed_sequences("sm_90")
@@ -187,7 +232,7 @@ def test_equal_bits_twice(place: str) -> None:
     assert_equal_bits(check(tensors, None, place), check(tensors, None, place))
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_empty(place: str) -> None:
     with running_on(place) as device:
         q, k, v, g, beta, state = (t.to(device) for t in inputs(0, 1, 2, 16, 16, 1, BF16))

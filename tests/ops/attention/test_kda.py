@@ -34,14 +34,14 @@ CASES = {
 }
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, place: str) -> None:
     tokens, heads, d_k, d_v, dtype = CASES[name]
     check(inputs(tokens, heads, d_k, d_v, 1, dtype), None, place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_packed_sequences(place: str) -> None:
     check(inputs(80, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
 
@@ -51,7 +51,7 @@ def test_heads_that_share_keys(place: str) -> None:
     check(inputs(20, 6, 32, 16, 1, BF16, key_heads=2), None, place)
 
 
-@at("sm_80", "cuda")
+@at("sm_80")
 @pytest.mark.parametrize("stages", (1, 2))
 def test_less_shared_memory(stages: int, place: str) -> None:
     with mock.patch.object(gated_delta_rule_plan, "_MAX_STAGES", stages):
@@ -66,7 +66,7 @@ def test_decays(decay: float, place: str) -> None:
     check(inputs(70, 1, 16, 16, 1, BF16, decay), None, place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_decays_that_differ_much(place: str) -> None:
     """Some channels forget everything between two tokens, others nothing."""
     tensors = inputs(70, 1, 16, 16, 1, BF16)
@@ -74,7 +74,7 @@ def test_decays_that_differ_much(place: str) -> None:
     check(tensors, None, place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_equal_keys(place: str) -> None:
     q, k, v, g, beta, state = inputs(70, 1, 16, 16, 1, BF16, 0.01)
     # dbeta is a difference of larger sums; keys times their decays are rounded, unlike those of the rule by heads.

@@ -54,9 +54,20 @@ def inputs(tokens, groups, heads, d_state, width, sequences, dtype, rate=0.3) ->
     return [x, dt, a, b, c, d, bias, random(sequences, heads, width, d_state, seed=7)]
 
 
-def check(tensors: list[Tensor], ends: list[int] | None, place: str, tolerance: float = 2.0**-6, sums: bool = True):
-    """Compare with the recurrence; without ends the tokens are one sequence of a batch. `sums`: over tokens, too."""
-    packed, tokens = ends is not None, tensors[0].shape[0]
+def error_of(got: Tensor, want: Tensor) -> float:
+    """Return the largest error, as a part of the largest value."""
+    if not want.numel():
+        return 0.0
+    return float((got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
+
+
+def check(tensors: list[Tensor], ends: list[int] | None, place: str):
+    """Compare with the recurrence in float64: errors must not exceed those of torch with the inputs' dtype.
+
+    Or one rounding to it: torch's own results may be exact, as those of a single token. Without ends the tokens are one
+    sequence of a batch.
+    """
+    packed, tokens, dtype = ends is not None, tensors[0].shape[0], tensors[0].dtype
     with running_on(place) as device:
 
         def ours(x, dt, a, b, c, d, bias, states) -> tuple[Tensor, Tensor]:
@@ -68,23 +79,26 @@ def check(tensors: list[Tensor], ends: list[int] | None, place: str, tolerance: 
             out, final = ssd(x, dt, a, b, c, initial_state=states, **options)
             return out.squeeze(0), final
 
+        def token_by_token(*values: Tensor) -> tuple[Tensor, Tensor]:
+            return exact(*values, ends or [0, tokens])
+
         results = []
-        for function in (ours, lambda *values: exact(*values, ends or [0, tokens])):
-            leaves = [(t if function is ours else t.double()).to(device).requires_grad_() for t in tensors]
+        for function, own in ((ours, None), (token_by_token, dtype), (token_by_token, torch.float64)):
+            leaves = [(t if own is None else t.to(own)).to(device).requires_grad_() for t in tensors]
             with poisoned():
                 found = function(*leaves)
-                incoming = [random(*t.shape, seed=20 + i).to(tensors[0].dtype).to(t) for i, t in enumerate(found)]
+                incoming = [random(*t.shape, seed=20 + i).to(dtype).to(t) for i, t in enumerate(found)]
                 results.append((*(t.detach() for t in found), *torch.autograd.grad(found, leaves, incoming)))
-        for what, got, want in zip(NAMES, *results, strict=True):
-            if what in ("dA", "dbias") and not sums:
-                continue
-            assert_near(got, want, 2 * tolerance if what in ("ddt", "dA", "dbias") else tolerance, what)
+        for what, got, torchs, want in zip(NAMES, *results, strict=True):
+            ceiling = max(error_of(torchs, want), 2 * torch.finfo(dtype).eps)
+            assert error_of(got, want) <= ceiling, f"{what}: {error_of(got, want)}, torch {error_of(torchs, want)}"
     return results[0]
 
 
 # tokens, groups, heads, widths of B and x, type
 CASES = {
-    "one": (1, 1, 1, 8, 8, BF16),
+    # Several heads: errors of dA are measured by the largest one, as each of them is a sum that cancels.
+    "one": (1, 1, 4, 8, 8, BF16),
     "a chunk less one": (63, 1, 1, 16, 24, BF16),
     "a chunk and one": (65, 1, 2, 64, 40, FP16),
     "three heads of a group": (20, 2, 6, 32, 16, BF16),
@@ -92,7 +106,7 @@ CASES = {
 }
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, place: str) -> None:
     *sizes, dtype = CASES[name]
@@ -104,16 +118,15 @@ def test_a_state_of_two_parts(place: str) -> None:
     check(inputs(70, 1, 2, 256, 16, 1, BF16), None, place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_packed_sequences(place: str) -> None:
     check(inputs(80, 1, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
 
 
-@at("cpu", "sm_80", "cuda")
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("rate", (0.0, 1e-6, 60.0))
 def test_decays(rate: float, place: str) -> None:
-    # Gradients of single decays are large and of both signs where nothing decays, or all of it.
-    check(inputs(70, 1, 1, 16, 16, 1, BF16, rate), None, place, sums=False)
+    check(inputs(70, 1, 1, 16, 16, 1, BF16, rate), None, place)
 
 
 def test_alone() -> None:
@@ -158,6 +171,7 @@ def test_states_carry_on(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
+    test_steps_are_the_whole(32, "sm_80")
     test_steps_are_the_whole(32, "sm_90")
 
 
