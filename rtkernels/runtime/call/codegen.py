@@ -33,13 +33,7 @@ def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Cal
         trace: The recorded call.
         result: What it returned.
     """
-    if trace.refused is not None:
-        return None
-    try:
-        return _GuardedWriter(name, arguments, trace).function(result)
-    except NotRepeatable as error:
-        trace.refuse(str(error))
-        return None
+    return _written(_GuardedWriter, (name, arguments, trace), result)
 
 
 def unguarded_replay_of(
@@ -56,13 +50,17 @@ def unguarded_replay_of(
         result: What it returned.
         promotes: The default dtype may have decided that of the result.
     """
+    return _written(_UnguardedWriter, (name, parameters, trace, promotes), result)
+
+
+def _written(writer: Callable[..., _Writer], given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
+    trace: Trace = given[2]
     if trace.refused is not None:
         return None
     try:
-        return _UnguardedWriter(name, parameters, trace, promotes).function(result)
+        return writer(*given).function(result)
     except NotRepeatable as error:
-        trace.refuse(str(error))
-        return None
+        return trace.refuse(str(error))
 
 
 class _Writer(ABC):
@@ -243,14 +241,13 @@ class _Writer(ABC):
                 return f"{name}.t()"
         dense = memory_of.is_dense(root.shape, root.strides)
         same_size = not view.first and memory_of.size(view) == memory_of.size(root)
+        retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
         if same_size and dense and memory_of.is_dense(view.shape, view.strides):
-            retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
             if retyped and view.dtype.itemsize != root.dtype.itemsize:
                 retyped = f".view(-1){retyped}"
             return f"{name}{retyped}.view({self.constant(view.shape)})"
         if view.dtype.itemsize != root.dtype.itemsize or view.first % view.dtype.itemsize:
             raise NotRepeatable("a view has elements of another size")
-        retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
         first = f"{name}.storage_offset()"  # arguments and ``fresh_zeros`` may begin anywhere in their storage
         first += f" + {view.first // view.dtype.itemsize}" if view.first else ""
         return f"{name}{retyped}.as_strided({self.constant(view.shape)}, {self.constant(view.strides)}, {first})"
@@ -281,10 +278,12 @@ class _Writer(ABC):
             return ".detach()"
         return f".view({self.constant(view.shape)})" if view.is_root else ""
 
+    def memory_names(self) -> list[str]:
+        return [root.name for root in self.trace.roots() if not root.argument] + self.scratch
+
     def keep_addresses(self) -> None:
         """Read an address that is used several times once, right after its allocation."""
-        names = [root.name for root in self.trace.roots() if not root.argument] + self.scratch
-        for name in names:
+        for name in self.memory_names():
             asked = re.compile(rf"\b{name}\.data_ptr\(\)")
             if len(asked.findall("\n".join(self.body))) < 2:
                 continue
@@ -294,9 +293,8 @@ class _Writer(ABC):
 
     def free_memory(self) -> None:
         """Free memory after its last use."""
-        names = [root.name for root in self.trace.roots() if not root.argument] + self.scratch
         last: dict[int, list[str]] = {}
-        for name in names:
+        for name in self.memory_names():
             uses = [i for i, line in enumerate(self.body) if {name, f"p_{name}"} & _words([line])]
             if uses and uses[-1] < len(self.body) - 2:
                 last.setdefault(uses[-1], []).append(name)
@@ -331,10 +329,8 @@ class _GuardedWriter(_Writer):
             kind = self.trace.device.type
             same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
         if any(record.function is not None for record in self.trace.records):
-            self.scope |= {
-                "default_dtype": torch.get_default_dtype,
-                "deterministic": torch.are_deterministic_algorithms_enabled,
-            }
+            self.scope["default_dtype"] = torch.get_default_dtype
+            self.scope["deterministic"] = torch.are_deterministic_algorithms_enabled
             same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
             same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
         self.scope |= LEVEL_SCOPE
@@ -391,11 +387,8 @@ def _words(lines: Sequence[str]) -> set[str]:
 def _converts(record: Record) -> bool:
     """Return True for a copy that changes the dtype and nothing else."""
     name = getattr(getattr(record.function, "_schema", None), "name", "")
-    return (
-        name == "aten::_to_copy"
-        and [*record.keywords] == ["dtype"]
-        and record.keywords["dtype"] != record.given[0].dtype
-    )
+    to = record.keywords.get("dtype")
+    return name == "aten::_to_copy" and len(record.keywords) == 1 and to not in (None, record.given[0].dtype)
 
 
 def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
