@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after this time")
     parser.add_argument("--state", type=Path, default=Path("depends.jsonl"), help="what is done")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--calls", default="", help="a part of the names of calls")
+    parser.add_argument("--calls", default="", help="parts of the names of calls, with |")
     parser.add_argument("--worker", choices=KINDS)
     options = parser.parse_args()
     if options.worker:
@@ -152,7 +152,8 @@ class _Run:
     def _units(self, names: dict[str, Any]) -> Any:
         from rtkernels.runtime.depends import ITEMS
 
-        chosen = {kind: [n for n in found["names"] if self._options.calls in n] for kind, found in names.items()}
+        parts = self._options.calls.split("|")
+        chosen = {kind: [n for n in found["names"] if any(p in n for p in parts)] for kind, found in names.items()}
         slow = {kind: {*found["slow"]} for kind, found in names.items()}
         for kind, some in chosen.items():
             yield from ([kind, name, 0, item] for name in some if name in slow[kind] for item in ITEMS)
@@ -190,7 +191,7 @@ class _Run:
         with self._lock:
             found = {"unit": unit, "seconds": round(took, 1), **found}
             self._done[tuple(unit)] = found
-            if not (found.get("cut") or "lost" in found):  # others are tried again
+            if not (found.get("cut") or found.get("failures") or "lost" in found):  # others are tried again
                 print(json.dumps(found), file=self._state, flush=True)
             if len(self._done) % 50 == 0:
                 print(f"{time.time() - self._began:.0f} s: {len(self._done)} units", flush=True)
