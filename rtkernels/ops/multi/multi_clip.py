@@ -44,6 +44,9 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
 
 def _check_memory(tensors: list[torch.Tensor]) -> None:
     """Raise an ArgumentError for tensors that share memory, unless this list was checked before."""
+    if not getattr(tensors[0], "is_cuda", False):
+        _check_lists((tensors,))
+        return
     try:
         _CHECKED.find((tensors,))
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without memory: torch says what is wrong
