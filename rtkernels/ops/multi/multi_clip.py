@@ -37,9 +37,8 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
         return
     if not is_dynamo_compiling():  # which knows neither addresses nor the order of strides
         _check_memory(tensors)
-    with torch.no_grad():
-        torch._foreach_clamp_min_(tensors, -float(limit))
-        torch._foreach_clamp_max_(tensors, float(limit))
+    torch._foreach_clamp_min_(tensors, -float(limit))  # none requires a gradient, or autograd is off
+    torch._foreach_clamp_max_(tensors, float(limit))
 
 
 def _check_memory(tensors: list[torch.Tensor]) -> None:
