@@ -78,7 +78,7 @@ def never(*tensors: Any) -> bool:
 
 
 def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
-    """Return a guard: a function that returns True for tensors like these, None or the same one where these are.
+    """Return a guard: a function that returns True for tensors like these, with the same absent ones and aliases.
 
     One comparison in C++ covers type, dtype, sizes, strides, device, ``requires_grad`` and the active dispatch keys,
     which a functorch transform changes. The guard never matches in a torch without the private class that it needs.

@@ -80,15 +80,15 @@ class Call(NamedTuple):
 
 def public() -> dict[str, Callable[[], Call]]:
     """Return what makes a call of every public function, by name."""
-    made: dict[str, Callable[[], Call]] = {}
+    makers: dict[str, Callable[[], Call]] = {}
     for label, call in test_dynamic_rows.CALLS.items():
         name = label.partition(",")[0]
-        made[f"{name}(){label[len(name) :]}"] = lambda name=name, call=call: (name, fuzz_calls._captured(name, call))
+        makers[f"{name}(){label[len(name) :]}"] = lambda name=name, call=call: (name, fuzz_calls._captured(name, call))
     for label, (name, *given) in extra_calls.calls().items():
-        made[f"{name}(){label}"] = lambda name=name, given=given: (name, given)
+        makers[f"{name}(){label}"] = lambda name=name, given=given: (name, given)
     for name, args in _others().items():
-        made[f"{name}()"] = lambda name=name, args=args: (name, (args, {}))
-    return {label: lambda label=label, make=make: _public(label, *make()) for label, make in made.items()}
+        makers[f"{name}()"] = lambda name=name, args=args: (name, (args, {}))
+    return {label: lambda label=label, make=make: _public(label, *make()) for label, make in makers.items()}
 
 
 def _others() -> dict[str, tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Emulated launches that were made before are not emulated again: the same kernel, arguments and bytes of memory.
+"""A launch that was emulated before is not emulated again: the same kernel, arguments and bytes of memory.
 
 What is tested here is which launches a call makes. Kernels are deterministic, so a launch that is equal to an earlier
 one in everything it can read leaves the same bytes behind; these are copied. One in a hundred is emulated all the same,
