@@ -156,7 +156,7 @@ def key_of({_listed(arguments)}):
 """
         self._scope |= {
             "not_given": _NOT_GIVEN, "numbers": _NUMBERS, "limits": limits, "known": self.known,
-            "stand_ins": _STAND_INS, "compare": _comparison, "only": _only_index, "SMALL": table.SMALL,
+            "stand_ins": _STAND_INS, "compare": same_tensors, "only": _only_index, "SMALL": table.SMALL,
             "SEVERAL": table.SEVERAL, "MISS": MISS, "last": (never, None, *[None] * len(kept)), **LEVEL_SCOPE,
         }  # fmt: skip
         generated(source, f"<rtkernels recent calls of aten {self.row.name}>", self._scope)
@@ -225,21 +225,6 @@ def forget() -> None:
     """Forget all calls of all overrides."""
     for calls in _all.values():
         calls.forget()
-
-
-def _comparison(tensors: list[Tensor]) -> Callable[..., bool]:
-    """Return a comparison with these tensors; those that are aliases must be so again. C++ takes distinct ones."""
-    places = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
-    if len(places) == len(tensors):
-        return same_tensors(tensors)
-    first = sorted(places.values())
-    matches = same_tensors([tensors[i] for i in first])
-    pairs = [(i, places[id(tensor)]) for i, tensor in enumerate(tensors) if places[id(tensor)] != i]
-
-    def same(*given: Tensor) -> bool:
-        return all(given[i] is given[j] for i, j in pairs) and matches(*[given[i] for i in first])
-
-    return same
 
 
 def _only_index(indices: Any) -> tuple[Tensor | None, tuple[int, int]]:

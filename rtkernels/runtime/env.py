@@ -20,6 +20,8 @@ from rtkernels.runtime import targets
 
 PREFIX = "RTKERNELS_"
 
+# For replays that ask for a variable in every call: without the encoding that ``os.environ`` does each time.
+ENVIRON, ENCODED = getattr(os.environ, "_data", os.environ), getattr(os.environ, "encodekey", str)
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 

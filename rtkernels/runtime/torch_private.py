@@ -78,26 +78,27 @@ def never(*tensors: Any) -> bool:
 
 
 def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
-    """Return a guard: a function that returns True for tensors like these, with None in the same positions.
+    """Return a guard: a function that returns True for tensors like these, with the same absent ones and aliases.
 
     One comparison in C++ covers type, dtype, sizes, strides, device, ``requires_grad`` and the active dispatch keys,
     which a functorch transform changes. The guard never matches in a torch without the private class that it needs.
     """
     if TensorGuards is None:
         return never
-    there = [t for t in tensors if t is not None]
+    numbers = tuple(None if t is None else next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
+    there = [t for i, t in enumerate(tensors) if numbers[i] == i]
     sizes, strides = [list(t.shape) for t in there], [list(t.stride()) for t in there]
     check = TensorGuards(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check if len(there) == len(tensors) else _with_absent(tuple(t is None for t in tensors))(check)
+    return check if len(there) == len(tensors) else _where(numbers)(check)
 
 
 @functools.cache
-def _with_absent(absent: tuple[bool, ...]) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-    """Return a function that wraps a guard so that `absent` tensors must be None."""
-    names = [f"t{i}" for i in range(len(absent))]
-    none = [f"{name} is None" for name, missing in zip(names, absent, strict=True) if missing]
-    there = ", ".join(name for name, missing in zip(names, absent, strict=True) if not missing)
-    return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(none)} and check({there})")
+def _where(numbers: tuple[int | None, ...]) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Return a function that wraps a guard, so that tensors must be None or be another one where they were."""
+    names = [f"t{i}" for i in range(len(numbers))]
+    others = [f"t{i} is {None if j is None else f't{j}'}" for i, j in enumerate(numbers) if i != j]
+    there = ", ".join(name for i, name in enumerate(names) if numbers[i] == i)
+    return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(others)} and check({there})")
 
 
 def has_address(tensor: torch.Tensor) -> bool:

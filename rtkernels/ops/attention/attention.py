@@ -22,7 +22,7 @@ from rtkernels.ops.attention.checks import (
     result_strides,
     strides,
 )
-from rtkernels.ops.attention.options import check_softcap, default_scale, fp16_sums, window_sides
+from rtkernels.ops.attention.options import check_backend, check_softcap, default_scale, fp16_sums, window_sides
 from rtkernels.ops.attention.problem import Attention
 from rtkernels.ops.attention.spread_heads import backward_of_copies, copies_of_heads
 from rtkernels.runtime.call.public import public
@@ -260,6 +260,7 @@ def attention(
         out = None if out is None else out.transpose(1, 2)
     if kv_limit is not None and not isinstance(kv_limit, Tensor):
         kv_limit = torch.tensor(list(kv_limit), dtype=torch.int32, device=q.device)
+    check_backend(backend)
     if acc != "fp32":
         backend = fp16_sums(acc, backend, q, [q, k, v, sinks, bias])
     left, right = window_sides(window, causal)
@@ -346,6 +347,7 @@ def attention_varlen(
     given["cu_seqlens_k" if page_table is None else "page_table"] = cu_seqlens_k if page_table is None else page_table
     for name, t in given.items() if sinks is None else (*given.items(), ("sinks", sinks)):
         check_tensor(name, t)
+    check_backend(backend)
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()
     lengths = check_integer("max_seqlen_q", max_seqlen_q), check_integer("max_seqlen_k", max_seqlen_k)

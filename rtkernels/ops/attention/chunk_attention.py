@@ -143,10 +143,10 @@ def chunk_attention(
         rope: ``(cos, sin)``, float32 ``[positions, width / 2]`` (:func:`rope_table`). Elements i and i + width / 2 of a
             head are a pair; the first token has position `prefix`.
         prefix: How many rows of the cache are keys.
-        scale: Of the scores. Default: ``width ** -0.5``.
+        scale: Factor of the scores. Default: ``width ** -0.5``.
         constant: No kernel that may still be running writes the cache. The kernel then loads it before the previous
             kernel has ended.
-        out: Memory for the result.
+        out: Tensor to write the result to, with its shape, dtype and strides.
 
     Returns:
         ``[batch, tokens, heads, width]`` (without batch if qkv has none) in qkv's dtype. There is no gradient.

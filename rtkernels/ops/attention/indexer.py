@@ -171,11 +171,11 @@ def indexer_logits(
     """Return the scores by which DeepSeek sparse attention chooses keys.
 
     ``logits[t, s] = sum over heads h of weights[t, h] * max(q[t, h] . k[s], 0)``, in fp32. Constant factors of a model,
-    such as ``(128 heads)^-0.5``, belong into `weights`. Not differentiable.
+    such as ``(128 heads)^-0.5``, belong in `weights`. Not differentiable.
 
     Args:
         q: bfloat16, float16 or float8_e4m3fn [tokens, heads, width], width a multiple of 8 up to 128 (of 16 for
-            float8_e4m3fn). Scales of codes belong into `weights`, too.
+            float8_e4m3fn). Scales of codes belong in `weights`, too.
         k: [keys, width] in q's dtype; with a page_table [pages, page size, width].
         weights: [tokens, heads], any floating-point dtype.
         key_scales: [keys] or [pages, page size], not negative: factors of the keys, as for codes. Default: 1.
@@ -199,14 +199,14 @@ def indexer_topk(
 ) -> Tensor:  # fmt: skip
     """Return the keys with the largest ``indexer_logits`` of each token, as ``sparse_mla`` takes them.
 
-    Scores of some tokens at a time are computed and searched, so there is no tensor of all of them. Of equal scores the
+    Scores are computed and searched for some tokens at a time, so no tensor holds all of them. Of equal scores the
     first keys are chosen; keys of -inf never are. Not differentiable.
 
     Args:
         q: As for ``indexer_logits``.
         k: As there.
         weights: As there.
-        count: How many keys a token has, or fewer.
+        count: Largest number of keys that are chosen for a token.
         key_scales: As there.
         starts: As there.
         ends: As there; for a causal mask the token's position + 1.

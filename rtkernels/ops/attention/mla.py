@@ -9,7 +9,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention.checks import LAYOUTS
-from rtkernels.ops.attention.options import default_scale, window_sides
+from rtkernels.ops.attention.options import check_backend, default_scale, window_sides
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer, check_number
 from rtkernels.runtime.operator.registry import Op
@@ -58,6 +58,7 @@ def mla_attention(
         if not isinstance(t, Tensor) or t.dim() != dims:
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
             raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
+    check_backend(backend)
     factor = default_scale(scale, q)
     if clip_value is not None and not 0.0 < check_number("clip_value", clip_value) < math.inf:
         raise ArgumentError(f"clip_value is {clip_value}; expected a positive number, or None for no limit")

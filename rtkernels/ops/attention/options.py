@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention.backends import FP16_SUMS
+from rtkernels.ops.attention.backends import ATTENTION, FP16_SUMS
 from rtkernels.ops.attention.mma_plan import gains_from_fp16
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.operator.arguments import check_integer, check_number
@@ -45,6 +45,13 @@ def check_softcap(softcap: float) -> float:
     if not 0.0 <= check_number("softcap", softcap) < math.inf:
         raise ArgumentError(f"softcap is {softcap}; expected 0 (none) or a positive number")
     return float(softcap)
+
+
+def check_backend(backend: str) -> None:
+    """Raise an ArgumentError for a backend that only `acc` can ask for."""
+    if backend in tuple(FP16_SUMS):
+        expected = ", ".join(map(repr, ("auto", *ATTENTION.names)))
+        raise ArgumentError(f"backend is {backend!r}; expected one of {expected}, and acc={backend!r} in attention()")
 
 
 def fp16_sums(acc: str, backend: str, q: Tensor, tensors: Sequence[Tensor | None]) -> str:

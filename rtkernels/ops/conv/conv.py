@@ -121,11 +121,11 @@ def conv(
         x: ``[n, channels, ...]`` with one to three sizes; bfloat16, float16 or float32, any strides.
         weight: ``[out channels, channels / groups, ...]``, x's dtype.
         bias: ``[out channels]``, x's dtype.
-        stride: Distance of windows, or one for each dimension.
+        stride: Step from window to window: one number, or one per dimension.
         padding: Zeros on both sides, one number or one for each dimension; "valid" for none, "same" for as many as
             keep the sizes.
-        dilation: Distance of a window's elements.
-        groups: Channels are split into so many groups, which see only themselves.
+        dilation: Distance between the elements of a window.
+        groups: Number of groups of channels. The outputs of a group depend on its own inputs only.
         out: Tensor to write the result to. Not with gradients.
 
     Returns:

@@ -160,11 +160,11 @@ def decode_linear(
     add: Tensor | None = None, factor: float = 1.0, packed: str | None = None, constant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return a linear layer of a few tokens, with the norm before it and the residual sum behind it in one launch.
+    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it.
 
     ``factor * act(rms_norm(a) @ b.T * scale_b + bias) + add``, in fp32, rounded once (the norm's result is rounded as
-    well). Gated, b has two halves of rows and the activation is ``act(first half) * second half``. The weights are
-    read once, at the speed of memory.
+    well). If `gated`, the rows of b are two halves, and the activation is ``act(first half) * second half``. The
+    weights are read once, at the speed of memory.
 
     A modulated norm, ``norm(x) * (1 + scale) + shift``, is ``norm_weight=scale, offset=1`` with ``shift @ b.T`` as the
     bias. A gate in front of the residual sum is a factor for each result, which `scale_b` takes. Both can be computed
@@ -173,20 +173,20 @@ def decode_linear(
     Args:
         a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel; more run in plain torch.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
-        scale_b: Float32: one, one for each row of b, or, for codes, one for each 128 x 128 block or 128 of a row.
+        scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
         bias: ``[n]``, any float dtype.
         act: "relu", "silu", "gelu_tanh", "gelu" or None.
-        gated: b has two halves; `act` is required.
+        gated: The rows of b are two halves, as above. Needs `act`.
         norm_weight: ``[k]``, a's dtype: a is normalised by its root mean square, and multiplied by
             ``offset + norm_weight``.
-        eps: Of the norm.
+        eps: Added to the mean square in the norm.
         offset: Added to `norm_weight`.
         add: The residual, shape and dtype of the result.
         factor: Multiplies the result before `add` is added.
         packed: "int4" or "uint4" if b holds two codes in a byte.
         constant: No kernel that may still be running writes b, `scale_b`, `bias` or `norm_weight`, as in a captured
             model. The kernel then loads them before the previous kernel has ended.
-        out: Memory for the result.
+        out: Tensor to write the result to, with its shape, dtype and strides.
 
     Returns:
         ``[..., n]`` (gated: half of b's rows) in a's dtype. There is no gradient.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi.multi_tensor import Tensors, _listed, _overwritten
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
 from rtkernels.runtime.operator.arguments import check_number
@@ -30,18 +33,33 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
     if not check_number("limit", limit) >= 0:
         raise ArgumentError(f"limit is {limit}; expected a number of at least 0")
     tensors = list(_overwritten("multi_clip_", _listed(tensors)))
+    if not tensors:
+        return
     if not is_dynamo_compiling():  # which knows neither addresses nor the order of strides
         _check_memory(tensors)
-    if tensors:
-        with torch.no_grad():
-            torch._foreach_clamp_min_(tensors, -float(limit))
-            torch._foreach_clamp_max_(tensors, float(limit))
+    torch._foreach_clamp_min_(tensors, -float(limit))  # none requires a gradient, or autograd is off
+    torch._foreach_clamp_max_(tensors, float(limit))
 
 
 def _check_memory(tensors: list[torch.Tensor]) -> None:
+    """Raise an ArgumentError for tensors that share memory, unless this list was checked before."""
+    if not getattr(tensors[0], "is_cuda", False):
+        _check_lists((tensors,))
+        return
+    try:
+        _CHECKED.find((tensors,))
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without memory: torch says what is wrong
+        _check_lists((tensors,))
+
+
+def _check_lists(lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    (tensors,) = lists
     refuse_shared_lists([("tensors", tensors, True)])
     for i, t in enumerate(tensors):
         if t.is_neg() or t.is_conj():  # torch would refuse it, in words of its dispatcher
             refuse_lazy(f"tensors[{i}]", t)
         if not t.is_contiguous() and t.numel() and overlaps_itself(t.shape, t.stride()):
             raise ArgumentError(f"tensors[{i}] has strides {t.stride()}; expected memory of its own for every element")
+
+
+_CHECKED = Tables(lambda lists, device: True, _check_lists)  # by addresses and layouts

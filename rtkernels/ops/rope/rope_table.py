@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ TABLE = Operator(
 )  # fmt: skip
 
 
+@lru_cache(maxsize=64)
+def _unscaled(base: float) -> Scaling:
+    return Scaling("default", base)
+
+
 def _compute_rates(scaling: Scaling, dim: int, device: torch.device) -> Tensor:
     return rates(scaling, dim, device)
 
@@ -120,16 +126,18 @@ def rope_table(
     Returns:
         ``(cos, sin)``, each ``[positions, dim / 2]``.
     """
-    if check_integer("dim", dim) <= 0 or dim % 2:
+    if (dim if type(dim) is int else check_integer("dim", dim)) <= 0 or dim % 2:
         raise ArgumentError(f"dim is {dim}; expected a multiple of 2 above 0, the rotated elements of a head")
     if dtype not in FLOAT_DTYPES:
         raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
-    if not check_number("base", base) > 0:
+    if not (base if type(base) is float else check_number("base", base)) > 0:
         raise ArgumentError(f"base is {base}; expected a number above 0")
-    if isinstance(scaling, Mapping):
+    if type(scaling) is float:
+        kind, step = _unscaled(float(base)), scaling
+    elif isinstance(scaling, Mapping):
         kind, step = read(scaling, dim, float(base)), 1.0
     else:
-        kind, step = Scaling("default", float(base)), float(check_number("scaling", scaling))
+        kind, step = _unscaled(float(base)), float(check_number("scaling", scaling))
     if isinstance(positions, Tensor):
         flat = positions.reshape(-1).to(torch.float64)
         if kind.by_length and flat.shape[0]:
@@ -140,7 +148,7 @@ def rope_table(
         cos, sin = table(frequencies, flat, flat.shape[0], step, kind.attention_factor, dtype)
         shape = *positions.shape, dim // 2
         return cos.view(shape), sin.view(shape)
-    if check_integer("positions", positions) < 0:
+    if (positions if type(positions) is int else check_integer("positions", positions)) < 0:
         raise ArgumentError(f"positions is {positions}; expected a number of positions, or a tensor of them")
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type == "cuda" and place.index is None:

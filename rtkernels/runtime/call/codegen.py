@@ -1,27 +1,21 @@
-"""The one writer: a trace becomes a function that compares arguments, allocates, launches and returns."""
+"""The one writer of replays: what a trace does (``writer.py``), behind a guard that compares what a call depends on."""
 
 from __future__ import annotations
 
-import os
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rtkernels.runtime.call import memory as memory_of
-from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Number, Record, Root, Trace, View
+from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Trace, View
+from rtkernels.runtime.call.writer import Writer, words_of
 from rtkernels.runtime.depends import MISS as MISS
+from rtkernels.runtime.env import ENCODED, ENVIRON
 from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
-from rtkernels.runtime.launch.memory import allocator, fresh_zeros
 from rtkernels.runtime.layout import sharing
-from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
-from rtkernels.runtime.operator.written import generated
-from rtkernels.runtime.torch_private import increment_versions, same_tensors
+from rtkernels.runtime.torch_private import same_tensors
 
-_BINDINGS = {"add", "addmm", "clamp", "copy_", "div", "mm", "mul", "pow", "reciprocal", "sub"}
+_MAX_APART = 1000  # addresses of calls that are kept for a replay
 
 
 def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Callable[..., Any] | None:
@@ -33,13 +27,7 @@ def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Cal
         trace: The recorded call.
         result: What it returned.
     """
-    if trace.refused is not None:
-        return None
-    try:
-        return _GuardedWriter(name, arguments, trace).function(result)
-    except NotRepeatable as error:
-        trace.refuse(str(error))
-        return None
+    return _written(_GuardedWriter, (name, arguments, trace), result)
 
 
 def unguarded_replay_of(
@@ -56,255 +44,34 @@ def unguarded_replay_of(
         result: What it returned.
         promotes: The default dtype may have decided that of the result.
     """
+    return _written(_UnguardedWriter, (name, parameters, trace, promotes), result)
+
+
+def _written(writer: Callable[..., Writer], given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
+    trace: Trace = given[2]
     if trace.refused is not None:
         return None
     try:
-        return _UnguardedWriter(name, parameters, trace, promotes).function(result)
+        return writer(*given).function(result)
     except NotRepeatable as error:
-        trace.refuse(str(error))
-        return None
+        return trace.refuse(str(error))
 
 
-class _Writer(ABC):
-    def __init__(self, name: str, parameters: Sequence[str], trace: Trace) -> None:
-        self.name, self.parameters, self.trace = name, parameters, trace
-        self.device = -1 if trace.device.index is None else trace.device.index
-        self.scope: dict[str, Any] = {
-            "MISS": MISS, "allocate": allocator(self.device), "is_grad_enabled": torch.is_grad_enabled,
-            "increment_versions": increment_versions, "fresh_zeros": fresh_zeros,
-        }  # fmt: skip
-        self.body: list[str] = []
-        self.constants = 0
-        self.shared: dict[tuple[View, View], str] = {}  # names of functions that compare distances
-        self.scratch: list[str] = []  # names of the memory of plans
-        self.given_memory: dict[int, View] = {}  # where plans write results, by root
-        self.packed: dict[Any, int] = {}  # offsets of roots and scratch in one allocation
-        self.numbers: list[Number] = []  # arguments that are converted for launches
-
-    def constant(self, value: Any) -> str:
-        """Return the expression of a value."""
-        if value is None or type(value) in (bool, int):
-            return repr(value)
-        self.constants += 1
-        self.scope[f"c_{self.constants}"] = value
-        return f"c_{self.constants}"
-
-    def function(self, result: Any) -> Callable[..., Any]:
-        """Return the written function."""
-        returned: list[View] = []
-        expression = self.returned(result, returned)
-        self.given_memory = memory_of.write_in_place(self.trace, returned)
-        memory_of.drop_unused(self.trace, returned)
-        seen = memory_of.seen_views(self.trace, returned)
-        memory_of.reshape_memory(self.trace, seen)
-        self.packed, total = memory_of.packed_memory(self.trace, seen, self.given_memory)
-        if self.packed:
-            if self.trace.has_out:
-                self.scope["kept"] = memory_of.Kept(self.device, total)
-                self.body.append("scratch = kept()")
-            else:
-                layout = ", ".join(map(self.constant, ((total,), (1,), torch.uint8)))
-                self.body.append(f"scratch = allocate({layout})")
-            self.body.append("p_scratch = scratch.data_ptr()")
-        for i, record in enumerate(self.trace.records):
-            self.write(i, record, seen)
-        self.body.append(f"return {expression()}")
-        self.keep_addresses()
-        self.free_memory()
-        function = re.sub(r"\W", "_", self.name)
-        source = f"def {function}({', '.join(self.parameters)}):\n    "
-        source += "\n    ".join([*self.comparison(), *self.body]) + "\n"
-        generated(source, f"<rtkernels replay of {self.name}>", self.scope)
-        return self.scope[function]
-
-    # ---- the guard ----
-
-    @abstractmethod
-    def comparison(self) -> list[str]:
-        """Return the lines that return MISS for other calls, and read the addresses of tensors (``depends.py``)."""
-
-    def shares(self, a: View, b: View) -> str:
-        """Return the expression of whether two views of arguments share memory."""
-        found = sharing(*((v.shape, v.strides, v.dtype.itemsize) for v in (a, b)))
-        if found is None:
-            return "False"
-        low, high, share = found
-        name = f"share_{len(self.shared)}"
-        name = self.shared.setdefault((a, b), name)
-        self.scope[name] = share
-        distance, further = f"p_{b.root.name} - p_{a.root.name}", b.first - a.first
-        return f"({low - further} < {distance} < {high - further} and {name}({distance} + {further}))"
-
-    # ---- the body ----
-
-    def write(self, i: int, record: Record, seen: memory_of.Seen) -> None:
-        """Write one record."""
-        results = memory_of.results_of(self.trace, record)
-        names = "".join(f"{root.name}, " for root in results) if results and results[0].part is not None else ""
-        names = f"{names or results[0].name} = " if results else ""
-        if record.plan is not None:
-            given = [self.launch_argument(v) for v in record.given]
-            if record.plan.is_straight:
-                self.write_plan(i, record.plan, given, results, seen)
-            else:
-                self.scope[f"run_{i}"] = record.plan.run
-                self.body.append(f"{names}run_{i}({', '.join(given)})")
-            written = record.written if self.trace.counts_versions else ()
-            for name in dict.fromkeys(view.root.name for view in written if view.root.argument):
-                self.body.append(f"{name}.is_inference() or increment_versions(({name},))")
-        elif record.function is None:
-            if id(results[0]) not in self.packed:
-                self.allocate(
-                    results[0].name, Memory(results[0].shape, results[0].dtype, results[0].strides, **record.keywords)
-                )
-        else:
-            given = [self.value(v) for v in record.given] + [f"{k}={self.value(v)}" for k, v in record.keywords.items()]
-            if _converts(record):
-                self.body.append(f"{names}{given[0]}.to({self.constant(record.keywords['dtype'])})")
-            else:
-                self.scope[f"call_{i}"] = _fast(record.function)
-                self.body.append(f"{names}call_{i}({', '.join(given)})")
-
-    def launch_argument(self, value: Any) -> str:
-        """Return the expression of an argument of a plan."""
-        if isinstance(value, View):
-            return self.address(value)
-        if not isinstance(value, Number):
-            return self.constant(0 if value is None else value)
-        if value.encode is None:
-            return value.name
-        self.numbers.append(value)
-        return f"n_{len(self.numbers) - 1}"
-
-    def write_plan(
-        self, i: int, plan: StepPlan, given: Sequence[str], results: Sequence[Root], seen: memory_of.Seen
-    ) -> None:
-        """Inline the ``run`` of a plan, without memory that nobody needs."""
-        known = dict(zip(plan.arguments, given, strict=True))
-        by_name, at = dict(zip(plan.results, results, strict=True)), len(self.body)
-        for name, memory in plan.memory().items():
-            root = by_name.get(name)
-            where = (i, name) if root is None else id(root)
-            variable = f"t_{i}_{name}" if root is None else root.name
-            if where in self.packed:
-                known[name] = self.in_packed(where)
-            elif where in self.given_memory:
-                known[name] = self.address(self.given_memory[where])
-                fill = ".zero_()" if memory.fresh else fill_call(memory)
-                self.body += [f"{self.tensor(self.given_memory[where])}{fill}"] if fill else []
-            elif plan.is_asked_for(name):
-                self.allocate(variable, memory)
-                known[name] = f"{variable}.data_ptr()"
-                self.scratch += [variable] if root is None else []
-            elif id(root) in seen and not self.trace.counts_versions:  # autograd may record it
-                self.allocate(variable, memory)
-            elif id(root) in seen:  # empty, and the same in all calls
-                self.scope[f"e_{variable}"] = self.scope["allocate"](*layout_of(memory))
-                self.body.append(f"{variable} = e_{variable}")
-        before, launches = plan.launch_lines(f"{i}_", known, self.scope)
-        self.body[at:at] = before
-        self.body += launches
-
-    def allocate(self, name: str, memory: Memory) -> None:
-        """Write an allocation."""
-        layout = ", ".join(map(self.constant, layout_of(memory)))
-        source = f"fresh_zeros({self.device}, {memory.shape[0]})" if memory.fresh else f"allocate({layout})"
-        self.body.append(f"{name} = {source}{fill_call(memory)}")
-
-    def in_packed(self, where: Any) -> str:
-        """Return the address of memory that is a part of the scratch."""
-        return f"p_scratch + {self.packed[where]}" if self.packed[where] else "p_scratch"
-
-    def value(self, value: Any) -> str:
-        """Return the expression of an argument of a function of torch."""
-        if isinstance(value, View):
-            return self.tensor(value)
-        if isinstance(value, (list, tuple)):
-            inner = "".join(f"{self.value(v)}, " for v in value)
-            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-        return self.constant(value)
-
-    def address(self, view: View) -> str:
-        """Return the expression of an address."""
-        if id(view.root) in self.given_memory:
-            target = self.given_memory[id(view.root)]
-            return self.address(target._replace(first=target.first + view.first))
-        base = f"p_{view.root.name}" if view.root.argument else f"{view.root.name}.data_ptr()"
-        base = self.in_packed(id(view.root)) if id(view.root) in self.packed else base
-        return f"{base} + {view.first}" if view.first else base
-
-    def tensor(self, view: View) -> str:
-        """Return the expression of a tensor."""
-        root, name = view.root, view.root.name
-        if view.is_root:
-            return name
-        if (view.first, view.dtype, view.shape, view.strides) == (0, root.dtype, root.shape[::-1], root.strides[::-1]):
-            if len(root.shape) == 2:
-                return f"{name}.t()"
-        dense = memory_of.is_dense(root.shape, root.strides)
-        same_size = not view.first and memory_of.size(view) == memory_of.size(root)
-        if same_size and dense and memory_of.is_dense(view.shape, view.strides):
-            retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
-            if retyped and view.dtype.itemsize != root.dtype.itemsize:
-                retyped = f".view(-1){retyped}"
-            return f"{name}{retyped}.view({self.constant(view.shape)})"
-        if view.dtype.itemsize != root.dtype.itemsize or view.first % view.dtype.itemsize:
-            raise NotRepeatable("a view has elements of another size")
-        retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
-        first = f"{name}.storage_offset()"  # arguments and ``fresh_zeros`` may begin anywhere in their storage
-        first += f" + {view.first // view.dtype.itemsize}" if view.first else ""
-        return f"{name}{retyped}.as_strided({self.constant(view.shape)}, {self.constant(view.strides)}, {first})"
-
-    def returned(self, result: Any, views: list[View]) -> Callable[[], str]:
-        """Return a function that gives the expression of a result once memory is assigned; collect its tensors."""
-        if isinstance(result, Tensor):
-            view = self.trace.view_of(result)
-            views.append(view)
-            return lambda: self.tensor(view) + self.alias(view, result)
-        if isinstance(result, (tuple, list)):
-            inner = [self.returned(value, views) for value in result]
-            kind = type(result)
-            if hasattr(kind, "_fields"):
-                return lambda: f"{self.constant(kind)}({', '.join(part() for part in inner)})"
-            left, right = "[]" if kind is list else "()"
-            return lambda: left + "".join(f"{part()}, " for part in inner) + right
-        if result is None or isinstance(result, (bool, int, float, str, torch.dtype)):
-            return lambda: self.constant(result)
-        raise NotRepeatable(f"the result is a {type(result).__name__}")
-
-    def alias(self, view: View, result: Tensor) -> str:
-        """Return the method that turns an argument into a new tensor, if the call returned an alias of it."""
-        given = self.trace.arguments.get(view.root.name)
-        if given is None or given is result:
-            return ""
-        if given.requires_grad and not result.requires_grad:
-            return ".detach()"
-        return f".view({self.constant(view.shape)})" if view.is_root else ""
-
-    def keep_addresses(self) -> None:
-        """Read an address that is used several times once, right after its allocation."""
-        names = [root.name for root in self.trace.roots() if not root.argument] + self.scratch
-        for name in names:
-            asked = re.compile(rf"\b{name}\.data_ptr\(\)")
-            if len(asked.findall("\n".join(self.body))) < 2:
-                continue
-            self.body = [asked.sub(f"p_{name}", line) for line in self.body]
-            first = next(i for i, line in enumerate(self.body) if name in _words([line.partition(" = ")[0]]))
-            self.body.insert(first + 1, f"p_{name} = {name}.data_ptr()")
-
-    def free_memory(self) -> None:
-        """Free memory after its last use."""
-        names = [root.name for root in self.trace.roots() if not root.argument] + self.scratch
-        last: dict[int, list[str]] = {}
-        for name in names:
-            uses = [i for i, line in enumerate(self.body) if {name, f"p_{name}"} & _words([line])]
-            if uses and uses[-1] < len(self.body) - 2:
-                last.setdefault(uses[-1], []).append(name)
-        for i in sorted(last, reverse=True):
-            self.body.insert(i + 1, f"del {', '.join(last[i])}")
+def _sharing(writer: Writer) -> list[str]:
+    """Return expressions of whether views of arguments that were apart share memory."""
+    return [*dict.fromkeys(_shares(writer, i, a, b) for i, (a, b) in enumerate(dict.fromkeys(writer.trace.apart)))]
 
 
-class _GuardedWriter(_Writer):
+def _shares(writer: Writer, i: int, a: View, b: View) -> str:
+    found = sharing(*((v.shape, v.strides, v.dtype.itemsize) for v in (a, b)))
+    if found is None:
+        return "False"
+    low, high, writer.scope[f"share_{i}"] = found
+    distance, further = f"p_{b.root.name} - p_{a.root.name}", b.first - a.first
+    return f"({low - further} < {distance} < {high - further} and share_{i}({distance} + {further}))"
+
+
+class _GuardedWriter(Writer):
     """Writes replays that compare all that a call depends on."""
 
     def __init__(self, name: str, arguments: Arguments, trace: Trace) -> None:
@@ -331,26 +98,30 @@ class _GuardedWriter(_Writer):
             kind = self.trace.device.type
             same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
         if any(record.function is not None for record in self.trace.records):
-            self.scope |= {
-                "default_dtype": torch.get_default_dtype,
-                "deterministic": torch.are_deterministic_algorithms_enabled,
-            }
+            self.scope["default_dtype"] = torch.get_default_dtype
+            self.scope["deterministic"] = torch.are_deterministic_algorithms_enabled
             same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
             same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
         self.scope |= LEVEL_SCOPE
         same.append(f"{LEVEL_CODE} == {level()}")
         if self.trace.debug:
-            self.scope["environ"] = os.environ
-            same.append("not environ.get('RTKERNELS_DEBUG')")
+            self.scope["environ"] = ENVIRON
+            same.append(f"not environ.get({self.constant(ENCODED('RTKERNELS_DEBUG'))})")
         lines.append(f"if not ({' and '.join(same)}):\n        return MISS")
-        others = [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
-        used = _words([*self.body, *others])
+        others = _sharing(self)
+        used = words_of([*self.body, *others])
         misaligned = {name: tensor.data_ptr() & 15 for name, tensor in tensors.items() if f"p_{name}" in used}
         others += [f"p_{name} & 15 != {rest}" for name, rest in misaligned.items() if rest]
         if aligned := [f"p_{name}" for name, rest in misaligned.items() if not rest]:
             others.append(f"({' | '.join(aligned)}) & 15")
         lines += [f"p_{name} = {name}.data_ptr()" for name in misaligned]
-        lines += [f"if {' or '.join(others)}:\n        return MISS"] if others else []
+        if len(self.trace.apart) > 2:  # addresses that were found apart once need not be compared again
+            found = ", ".join(sorted(word for word in words_of(others) if word.startswith("p_")))
+            self.scope["apart"] = set()
+            lines.append(f"if ({found}) not in apart:\n        if {' or '.join(others)}:\n            return MISS")
+            lines.append(f"    len(apart) < {_MAX_APART} or apart.clear()\n        apart.add(({found}))")
+        elif others:
+            lines.append(f"if {' or '.join(others)}:\n        return MISS")
         return lines
 
     def same(self, name: str, value: Any) -> str:
@@ -365,7 +136,7 @@ class _GuardedWriter(_Writer):
         return f"({name} is given_as_{name} or ({equal}))"
 
 
-class _UnguardedWriter(_Writer):
+class _UnguardedWriter(Writer):
     """Writes replays that compare only what is not in a key: where tensors lie, and whether numbers fit."""
 
     def __init__(self, name: str, parameters: Sequence[str], trace: Trace, promotes: bool) -> None:
@@ -373,7 +144,7 @@ class _UnguardedWriter(_Writer):
         self.promotes = promotes
 
     def comparison(self) -> list[str]:
-        lines, others = [], [*dict.fromkeys(self.shares(a, b) for a, b in self.trace.apart)]
+        lines, others = [], _sharing(self)
         if self.promotes:
             self.scope["default_dtype"] = torch.get_default_dtype
             others.insert(0, f"default_dtype() is not {self.constant(torch.get_default_dtype())}")
@@ -382,25 +153,3 @@ class _UnguardedWriter(_Writer):
             lines.append(f"n_{i} = kept_{i}({number.name}) or encode_{i}({number.name})")
             others.append(f"n_{i} is None")
         return [*lines, f"if {' or '.join(others)}:\n        return MISS"] if others else lines
-
-
-def _words(lines: Sequence[str]) -> set[str]:
-    return set(re.findall(r"\w+", " ".join(lines)))
-
-
-def _converts(record: Record) -> bool:
-    """Return True for a copy that changes the dtype and nothing else."""
-    name = getattr(getattr(record.function, "_schema", None), "name", "")
-    return (
-        name == "aten::_to_copy"
-        and [*record.keywords] == ["dtype"]
-        and record.keywords["dtype"] != record.given[0].dtype
-    )
-
-
-def _fast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the cheapest equivalent: the Python binding of an operator, or the operator without its wrapper."""
-    name = getattr(getattr(function, "_schema", None), "name", "").removeprefix("aten::")
-    if name in _BINDINGS:
-        return getattr(Tensor if name.endswith("_") else torch, name)
-    return getattr(function, "_op", function)

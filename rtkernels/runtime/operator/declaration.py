@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -299,7 +300,9 @@ def launch({names}):
 
     def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if plan is IN_TORCH:
-            results = self._written_reference(*used)
+            device = "cuda" if used[self._places[0]].is_cuda else "cpu"
+            with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+                results = self._written_reference(*used)
         elif type(plan) is Steps:
             results = plan.instead(*used)
         else:

@@ -196,11 +196,6 @@ def launch({names}):
             if plan.matches is None or not plan.matches(*given):  # or created in inference mode
                 if self._lazy(args):
                     return self._launch_resolved(args)
-                there = [tensor for tensor in given if tensor is not None]
-                if len(set(map(id, there))) < len(there):  # the comparison needs distinct tensors
-                    results = plan.run(*addresses, *[args[i] for i in self._number_places])
-                    self._count_versions(args)
-                    return results
                 plan.matches = same_tensors(given)
             options = scope["options_of"](*args)
             # A single assignment, so that other threads see all of it or nothing.

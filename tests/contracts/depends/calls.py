@@ -80,13 +80,30 @@ class Call(NamedTuple):
 
 def public() -> dict[str, Callable[[], Call]]:
     """Return what makes a call of every public function, by name."""
-    made: dict[str, Callable[[], Call]] = {}
+    makers: dict[str, Callable[[], Call]] = {}
     for label, call in test_dynamic_rows.CALLS.items():
         name = label.partition(",")[0]
-        made[f"{name}(){label[len(name) :]}"] = lambda name=name, call=call: (name, fuzz_calls._captured(name, call))
+        makers[f"{name}(){label[len(name) :]}"] = lambda name=name, call=call: (name, fuzz_calls._captured(name, call))
     for label, (name, *given) in extra_calls.calls().items():
-        made[f"{name}(){label}"] = lambda name=name, given=given: (name, given)
-    return {label: lambda label=label, make=make: _public(label, *make()) for label, make in made.items()}
+        makers[f"{name}(){label}"] = lambda name=name, given=given: (name, given)
+    for name, args in _others().items():
+        makers[f"{name}()"] = lambda name=name, args=args: (name, (args, {}))
+    return {label: lambda label=label, make=make: _public(label, *make()) for label, make in makers.items()}
+
+
+def _others() -> dict[str, tuple[Any, ...]]:
+    """Return functions that neither has, with arguments. All that is missing now takes no tensors."""
+    generator = torch.Generator().manual_seed(8)
+    packed = torch.randint(0, 256, (5, 32), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (5, 4), generator=generator, dtype=torch.uint8)
+    return {
+        "dequantize_mxfp4": (packed, scales[:, :2]),
+        "dequantize_nvfp4": (packed, scales.view(torch.float8_e4m3fn)),
+        "fp8_weight": (torch.randn(24, 64, generator=generator),),
+        "nvfp4_swizzle": (scales,),
+        "nvfp4_unswizzle": (torch.arange(512).to(torch.uint8), 5, 64),
+        "rope_table": (torch.arange(6), 16),
+    }
 
 
 def _public(label: str, name: str, given: Any) -> Call:

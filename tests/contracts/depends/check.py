@@ -74,11 +74,12 @@ class Checker:
         self.changes = self.replayed = 0
         self.new_plans = True
         self.items: set[str] = set()
+        self._before: tuple[Call, Way, tuple[Any, ...]] | None = None
 
     def check(self, call: Call, change: Change) -> str | None:
         """Return what is wrong after a change, or None."""
         name = f"{call.name} | {change.item}: {change.name}"
-        wanted_after, wanted_before = fresh(call, change.after), fresh(call, change.before)
+        wanted_after, wanted_before = fresh(call, change.after), self._fresh_before(call, change.before)
         for kind, text in filter(_is_wrong, wanted_after):
             return f"{name} | {kind}: {text}"
         Plans.forget_all()
@@ -101,6 +102,12 @@ class Checker:
             if wrong := self._differs(call, way, wanted):
                 return f"{name} | {what}: {wrong}"
         return _shared(name, call, change)
+
+    def _fresh_before(self, call: Call, way: Way) -> tuple[Any, ...]:
+        """Return what ``fresh`` does, once for all changes of the same call."""
+        if self._before is None or self._before[0] is not call or self._before[1] is not way:
+            self._before = call, way, fresh(call, way)
+        return self._before[2]
 
     def _clear_plans(self, change: Change) -> None:
         """Clear plans and last calls of operators, but not the replays of functions that are made of them."""

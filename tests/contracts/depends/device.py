@@ -10,6 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from contracts.depends import launches
+
 
 class State:
     """What the device says of itself, and what it saw."""
@@ -56,6 +58,7 @@ def install() -> None:
 
     plans.Plans.__missing__ = counted
     _reach_reports()
+    launches.install()
 
 
 def _reach_reports() -> None:

@@ -26,7 +26,7 @@ DEFECTS = [
     _planted("tensors that were one may be two", f"{_CALL}/codegen.py",
            'same += [f"{name} is {distinct[id(t)]}"', 'same += ["True"', "add_residual()", "aliasing", "no longer one"),
     _planted("overlap is not looked for", f"{_CALL}/codegen.py",
-           'return f"({low - further} < {distance} <', 'return "False" and f"({low - further} < {distance} <',
+           'return f"({low - further} < {distance} <', 'return "False" or f"({low - further} < {distance} <',
            "rms_norm()", "aliasing", "out overlaps"),
     _planted("signs of zeros are not compared", f"{_CALL}/codegen.py",
            "if kind is float and value == 0:", "if False:", "rms_norm(), residual", "other arguments", "0.0 -0.0"),

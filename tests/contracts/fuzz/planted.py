@@ -67,7 +67,7 @@ DEFECTS = [
            "    lines = []\n    for i, guard", "    lines, guards = [], ()\n    for i, guard",
            "scaled_mm(), add, mma", "sm_80", "out[0]=add"),
     Defect("replays compare no addresses", "rtkernels/runtime/call/codegen.py",
-           'return f"({low - further} < {distance} <', 'return "False" and f"({low - further} < {distance} <',
+           'return f"({low - further} < {distance} <', 'return "False" or f"({low - further} < {distance} <',
            "attention(), bias", "sm_80", "out[0]="),
     Defect("stepped rows read as dense", "rtkernels/runtime/layout.py",
            "    if shape[-1] > 1 and stride[-1] != 1:\n        return None\n", "", "softmax()", "sm_80", "step"),

@@ -61,6 +61,20 @@ def test_refusals() -> None:
             rtkernels.attention(*given, **kw)
 
 
+def test_backends_are_not_named_after_sums() -> None:
+    q, k, v = operands(9, 9, 64, 64)
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    for call in (
+        lambda name: rtkernels.attention(q, k, v, backend=name),
+        lambda name: rtkernels.attention(q, k, v, backend=name, acc="fp16"),
+        lambda name: rtkernels.mla_attention(q, k, v, backend=name),
+        lambda name: rtkernels.attention_varlen(q[0], k[0], v[0], ends, ends, 9, 9, backend=name),
+    ):
+        for name in ("fp16", "fp16_qk", "fp16_pv"):
+            with rtkernels.emulate(GAINING), pytest.raises(ArgumentError, match=f"backend is '{name}'; expected.*acc="):
+                call(name)
+
+
 def test_names_of_gn_kernels() -> None:
     q, k, v = operands(9, 9, 64, 64)
     expected = rtkernels.attention(q, k, v)
