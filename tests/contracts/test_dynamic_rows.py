@@ -226,7 +226,7 @@ def _gradient(results: list[Tensor], x: Tensor) -> list[Tensor | None]:
     return list(torch.autograd.grad(sum(t.sum() for t in wanted), [x], allow_unused=True))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph_for_all_numbers_of_rows(name: str) -> None:
     """Dynamo makes one graph for the first number of rows and one for any; gradients come from them, too."""

@@ -45,6 +45,7 @@ def kept(name: str, options: list[str], library: str = "transformers") -> None:
 
 
 @pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.one_in(3)
 def test_keeps_results_and_gradients(name: str) -> None:
     kept(name, CHEAP[name])
 
@@ -248,6 +249,7 @@ def products_are_rounded_once() -> None:
     print("as expected")
 
 
+@pytest.mark.one_in(3)
 def test_products_are_rounded_once() -> None:
     """Where torch's bf16 is slow, products are those of fp32, rounded; elsewhere and afterwards torch's own.
 
