@@ -160,9 +160,9 @@ def _test(item: pytest.Item) -> str:
 
 
 def _one_of_each(items: set[pytest.Item], besides: set[str]) -> set[pytest.Item]:
-    """Return a case of each test, but for those whose name is in `besides`."""
+    """Return a case of each test, if there is one without a GPU, but for those whose name is in `besides`."""
     first: dict[str, pytest.Item] = {}
-    for item in sorted(items, key=lambda item: item.nodeid):
+    for item in sorted(items, key=lambda item: (item.get_closest_marker("gpu") is not None, item.nodeid)):
         first.setdefault(_test(item), item)
     return {item for test, item in first.items() if test not in besides}
 
