@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import linecache
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch would only spin
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +34,8 @@ SLOW_WORDS = (
 )
 PRODUCTS = ("tests/ops/gemm", "tests/ops/attention")
 # A run of the whole suite takes one test of so many that take seconds; a product's takes several times as long.
-ONE_IN, ONE_PRODUCT_IN = 16, 64
+ONE_IN, ONE_PRODUCT_IN = 32, 128
+COMPILED = 4  # tests of functions under torch.compile that a run of the whole suite takes
 COSTLY_AT_ONCE = 1000  # tests; more are a run of the whole suite, which takes a sample of them
 SAMPLES = Path(__file__).with_name("samples.json")  # written by ``python -m tests.mutation choose``
 
@@ -68,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="which part of the tests that take seconds a run of the whole suite takes (0 to 63)",
+        help="which part of the tests that take seconds a run of the whole suite takes (0 to 127)",
     )
     parser.addoption("--whole", action="store_true", help="a run of the whole suite leaves out no emulated case")
     parser.addoption("--rest", action="store_true", help="a case of every test of which the whole suite has none")
@@ -157,9 +160,9 @@ def _test(item: pytest.Item) -> str:
 
 
 def _one_of_each(items: set[pytest.Item], besides: set[str]) -> set[pytest.Item]:
-    """Return a case of each test, but for those whose name is in `besides`."""
+    """Return a case of each test, if there is one without a GPU, but for those whose name is in `besides`."""
     first: dict[str, pytest.Item] = {}
-    for item in sorted(items, key=lambda item: item.nodeid):
+    for item in sorted(items, key=lambda item: (item.get_closest_marker("gpu") is not None, item.nodeid)):
         first.setdefault(_test(item), item)
     return {item for test, item in first.items() if test not in besides}
 
@@ -170,7 +173,7 @@ def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
     Part 0 keeps those that kill most mutants of the kernels (tests/mutation). Other parts, and part 0 of tests that are
     newer than these samples, take some by a hash of their names. The host compilation of a variant takes a fifth of a
     second, of a matrix product one, and most cases differ in types and shapes alone. torch.compile takes a second; of
-    the tests that compile a function of an op, one of each folder runs. A run of a family or two keeps all cases.
+    the tests that compile a function of an op, a few run. A run of a family or two keeps all cases.
     """
     costly = [item for item in items if _takes_seconds(item)]
     if len(costly) <= COSTLY_AT_ONCE:
@@ -179,17 +182,14 @@ def _left_to_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
 
 
 def _compiled_by_others(items: list[pytest.Item], part: int) -> set[pytest.Item]:
-    """Return the tests that compile an op (``assert_compiles``), but for one of each folder with all of its cases."""
-    folders: dict[str, dict[str, list[pytest.Item]]] = {}
+    """Return the tests that compile an op (``assert_compiles``), but for a few with all of their cases."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and "assert_compiles(" in _text_of(item.function):
-            test = item.nodeid.partition("[")[0]
-            folders.setdefault(test.rpartition("/")[0], {}).setdefault(test, []).append(item)
-    dropped = set()
-    for tests in folders.values():
-        kept = sorted(tests)[part % len(tests)]
-        dropped |= {item for test, cases in tests.items() if test != kept for item in cases}
-    return dropped
+            tests.setdefault(_test(item), []).append(item)
+    names = sorted(tests)
+    kept = {names[(part + i * len(names) // COMPILED) % len(names)] for i in range(COMPILED) if names}
+    return {item for name, cases in tests.items() if name not in kept for item in cases}
 
 
 def in_every_run(item: pytest.Item) -> bool:
@@ -245,7 +245,14 @@ def _names_what_is_slow(test: Callable[..., None]) -> bool:
 
 @functools.cache
 def _text_of(test: Callable[..., None]) -> str:
-    return inspect.getsource(inspect.unwrap(test))
+    """Return the lines of a test with its decorators; ``inspect.getsource`` takes seconds for all of them."""
+    code = inspect.unwrap(test).__code__
+    return "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : _last_line(code)])
+
+
+def _last_line(code: CodeType) -> int:
+    inner = [_last_line(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return max([line for _, _, line in code.co_lines() if line is not None] + inner)
 
 
 def pytest_report_header() -> list[str]:

@@ -29,6 +29,7 @@ def trained(arm: str, model: str = "dense") -> dict[str, Any]:
     return train.run_arm(arm, train.parser().parse_args([*TRAIN, "--model", model]))
 
 
+@pytest.mark.one_in(3)
 def test_arms_of_inference() -> None:
     arms = {arm: inferred(arm) for arm in ("hf", "ours", "ours_graph", "fp8")}
     assert arms["ours"]["tokens"] == arms["ours_graph"]["tokens"] == arms["hf"]["tokens"]
@@ -45,6 +46,7 @@ def test_the_compiled_arm_of_inference() -> None:
     assert inferred("hf_compile")["tokens"] == inferred("hf")["tokens"]
 
 
+@pytest.mark.one_in(3)
 def test_arms_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "_SMALLEST_GAIN", 0)
     wanted = trained("hf")["losses"]
@@ -110,6 +112,7 @@ def test_gates_of_training() -> None:
 PARITY = "--tiny --vocab 500 --tokens 64 --seq 32 --steps 2 --seeds 2".split()
 
 
+@pytest.mark.one_in(3)
 def test_arms_of_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     from rtkernels.models import fp8_products
     from rtkernels.ops.gemm import fp8_linear

@@ -132,6 +132,7 @@ def test_missing_compiler_is_one_line_and_code_1(capsys, monkeypatch):
     assert (code, err) == (1, "rtkernels: CuPy cannot be imported. | Install it\n")
 
 
+@pytest.mark.one_in(3)
 def test_closed_pipe_is_quiet():
     code = "import sys; from rtkernels.__main__ import main; sys.exit(main(['list', '--json', '--op', 'scaled_mm']))"
     command = f'{sys.executable} -c "{code}" | head -n 1; exit ${{PIPESTATUS[0]}}'
@@ -149,6 +150,7 @@ def _listed() -> list[tuple[Any, Kernel]]:
     return [(op, kernel) for op, kernel in registry.kernels() if any(kernel.variants(target) for target in found)]
 
 
+@pytest.mark.one_in(3)
 def test_list_shows_every_kernel_and_what_is_cached(capsys):
     rtkernels.warm(["sm_80"], [SMALL])
     code, out, _ = run(capsys, "list", "--arch", "sm_80,sm_90a")
@@ -479,6 +481,7 @@ def test_demo_runs_and_agrees_with_torch():
 
 
 @no_gpu
+@pytest.mark.one_in(3)
 def test_demo_without_cupy_shows_the_cpu_path_and_says_what_is_missing(tmp_path):
     (tmp_path / "cupy.py").write_text("raise ImportError('not installed')")
     done = shell("demo", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")

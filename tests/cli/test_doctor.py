@@ -28,6 +28,7 @@ def _private_cache(cache_dir: Path) -> None:
     """Every test here starts with an empty cache and no variables set."""
 
 
+@pytest.mark.one_in(3)
 def test_doctor_reports_everything(monkeypatch):
     monkeypatch.setenv("RTKERNELS_LINEINFO", "1")
     report = doctor.collect()
@@ -62,6 +63,7 @@ def test_doctor_shows_the_libraries_whose_models_are_patched(monkeypatch):
     assert "transformers              5.1.2" in shown
 
 
+@pytest.mark.one_in(3)
 def test_doctor_has_no_problem_with_an_nvrtc_older_than_a_target(monkeypatch):
     monkeypatch.setattr(nvrtc, "supported_archs", lambda: [80, 89, 90])
     report = doctor.collect()

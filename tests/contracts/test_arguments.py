@@ -391,7 +391,7 @@ def _numbers() -> Iterator[tuple[str, str, set[str]]]:
                     yield name, parameter.name, types
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize(("name", "option", "types"), [pytest.param(*n, id=".".join(n[:2])) for n in _numbers()])
 def test_what_is_no_number_is_refused_by_name(
@@ -425,7 +425,7 @@ def _one_sample_of_each() -> Iterator[Any]:
             yield pytest.param(torch_op, args, id=torch_op.name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @at("cpu", "sm_90")
 @pytest.mark.parametrize(("torch_op", "args"), _one_sample_of_each())
 def test_the_default_device_makes_no_difference(torch_op: TorchOp, args: tuple, place: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def layer_of(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] in ("runtime", "ops") and len(parts) > 1 else parts[0]
 
 
+@functools.cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Return what a file imports of this package, and whether it does so inside a function."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ SAMPLES = [
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("torch_op", "args"), SAMPLES)
 def test_opcheck(torch_op: TorchOp, args: tuple) -> None:
     _opcheck(torch_op, args)
@@ -77,7 +77,7 @@ def test_public_names_are_those_of_the_ops() -> None:
     assert not problem, problem
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @emulated
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.public])
 def test_every_kernel_is_emulated_or_exempt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 @pytest.mark.parametrize("page", [p for p in TUTORIALS if p.name != OTHER_FILES], ids=lambda path: path.stem)
+@pytest.mark.one_in(3)
 def test_tutorials_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     monkeypatch.chdir(tmp_path)

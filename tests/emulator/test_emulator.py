@@ -206,7 +206,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @needs_compiler
 @pytest.mark.parametrize("place", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow) if op == "attention" else op for op in OPS])
@@ -244,6 +244,7 @@ def test_compile_error_names_the_line(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.one_in(3)
 def test_objects_are_cached(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     y = torch.empty(32)
     run("bugs.cu", "dynamic_shared_too_small", shared=128, y=y)
@@ -261,6 +262,7 @@ def test_objects_are_cached(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_compiler
+@pytest.mark.one_in(3)
 def test_works_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RTKERNELS_CACHE", "off")
     _build._built.clear()

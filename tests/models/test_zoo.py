@@ -6,9 +6,11 @@ import json
 import multiprocessing
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from support.interpreter import environment, run_python
 from torch import nn
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -43,6 +45,7 @@ def kept(name: str, options: list[str], library: str = "transformers") -> None:
 
 
 @pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.one_in(3)
 def test_keeps_results_and_gradients(name: str) -> None:
     kept(name, CHEAP[name])
 
@@ -221,13 +224,8 @@ def test_a_planted_change_of_attention_is_seen(dtype: torch.dtype, monkeypatch: 
     assert re.search("result|gradient", found["options"]["attention"]["why"])
 
 
-def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch's bf16 is slow, products are those of fp32, rounded; elsewhere and afterwards torch's own."""
-    if not hasattr(torch.library, "get_kernel"):
-        pytest.skip("torch does not let its operators be exchanged")
-    if "aten/mm/CPU" in torch.library._impls:
-        pytest.skip("batch_invariant has exchanged products in this process, and torch allows that once")
-    monkeypatch.setattr(products, "are_slow", lambda: True)
+def products_are_rounded_once() -> None:
+    products.are_slow = lambda: True
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(2, 8, 16, generator=generator).bfloat16() for _ in range(2))
 
@@ -248,6 +246,21 @@ def test_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(a.float(), b, rtol=2.0**-5, atol=2.0**-5)
     for i in range(5):
         assert torch.equal(got[i], exact[i].bfloat16())
+    print("as expected")
+
+
+@pytest.mark.one_in(3)
+def test_products_are_rounded_once() -> None:
+    """Where torch's bf16 is slow, products are those of fp32, rounded; elsewhere and afterwards torch's own.
+
+    In a process of its own: after ``batch_invariant`` in the emulator, torch's products on the CPU stay overridden,
+    and torch allows one override.
+    """
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("torch does not let its operators be exchanged")
+    env = environment(*Path(__file__).resolve().parents[1:3])
+    done = run_python("-c", "from models import test_zoo; test_zoo.products_are_rounded_once()", env=env)
+    assert done.stdout == "as expected\n", done.stderr
 
 
 def test_soft_caps_are_computed() -> None:

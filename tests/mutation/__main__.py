@@ -49,23 +49,23 @@ def choose(args: argparse.Namespace) -> int:
     found = [result for result in results(args.results) if result["test"] in there]
     tests = chooser.read(found)
     chosen, seconds = chooser.choose(tests, args.per_mutant)
-    reached = {name for result in found for name in (*result["killed"], *result["survived"])}
     print(f"{len(tests)} tests judged, {len(chosen)} chosen, {seconds:.0f} s")
-    counts = chooser.write(tests, chosen, reached)
+    counts = chooser.write(tests, chosen, chooser.reached(found))
     judged = sum(counts.values()) - counts["never_reached"]
     print(", ".join(f"{key} {count} ({count / judged:.1%})" for key, count in counts.items()))
     return 0
 
 
 def add(args: argparse.Namespace) -> int:
-    """Add the kills of a run with --mutants to the record and the samples."""
+    """Add the kills and the survivors of a run with --mutants to the record, the tests that kill to the samples."""
     from mutation import choose as chooser
     from mutation.plugin import results
 
     there = chooser.collected()
-    tests = chooser.read([result for result in results(args.results) if result["test"] in there])
+    found = [result for result in results(args.results) if result["test"] in there]
+    tests = chooser.read(found)
     chosen, seconds = chooser.choose(tests, args.per_mutant)
-    counts = chooser.add(tests, chosen)
+    counts = chooser.add(tests, chosen, chooser.reached(found))
     print(f"{len(tests)} tests judged, {len(chosen)} chosen, {seconds:.0f} s; {counts}")
     return 0
 

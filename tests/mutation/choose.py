@@ -59,6 +59,11 @@ def read(results: Iterable[dict[str, Any]]) -> dict[str, Judged]:
     return tests
 
 
+def reached(results: Iterable[dict[str, Any]]) -> set[str]:
+    """Return the mutants that tests were run with."""
+    return {name for result in results for name in (*result["killed"], *result["survived"])}
+
+
 def cost(test: Judged, compiled: set[str]) -> float:
     """Return the seconds of a test where some kernels have been compiled."""
     return _RUN + test.seconds + sum(seconds for kernel, seconds in test.kernels.items() if kernel not in compiled)
@@ -135,32 +140,43 @@ def write(tests: dict[str, Judged], chosen: list[str], reached: set[str]) -> dic
     return {key: len(record[key]) for key in ("command", "family", "survived", "never_reached")}
 
 
-def add(tests: dict[str, Judged], chosen: list[str]) -> dict[str, int]:
-    """Add kills of mutants that the record does not have; samples get `chosen`. A mutant that survives stays unknown.
+def add(tests: dict[str, Judged], chosen: list[str], reached: set[str]) -> dict[str, int]:
+    """Add what a run with ``--mutants`` says of mutants without a recorded kill; samples get `chosen`.
 
-    For a run with ``--mutants``: what it says of other mutants, and of its own survivors, is not all there is to know.
+    A mutant that tests of the run reach and none kills is recorded as a survivor, until a later run kills it.
+
+    Args:
+        tests: All that were judged.
+        chosen: Those that a run of the whole suite takes from now on.
+        reached: Mutants that these tests reach.
     """
     record, samples = json.loads(RECORD.read_text()), json.loads(SAMPLES.read_text())
     killers, prices = record["tests"], record["seconds"]
-    known = {*record["command"], *record["family"], *record["survived"]}
+    killed = {*record["command"], *record["family"]}
+    survived = set(record["survived"])
     for key, names in (("chosen", chosen), ("judged", {name.partition("[")[0] for name in chosen})):
         before = {f"{file}::{rest}" for file, rests in samples[key].items() for rest in rests}
         samples[key] = by_file(before | set(names))
     always = {name for name, test in tests.items() if test.always}
     in_command = always | {f"{file}::{rest}" for file, rests in samples["chosen"].items() for rest in rests}
     ordered = sorted(tests.values(), key=lambda test: (test.name not in in_command, cost(test, set()), test.name))
-    counts = {"command": 0, "family": 0}
-    for mutant in sorted(set(mutator.all_mutants()) - known):
+    counts = {"command": 0, "family": 0, "survived": 0}
+    for mutant in sorted(set(mutator.all_mutants()) - killed):
         name = next((test.name for test in ordered if mutant in test.killed), None)
         if name is None:
+            counts["survived"] += mutant in reached - survived
             continue
+        survived.discard(mutant)
         if name not in killers:
             killers.append(name)
             prices.append(round(cost(tests[name], set()), 2))
         key = "command" if name in in_command else "family"
         record[key][mutant] = killers.index(name)
         counts[key] += 1
+    survived |= reached & set(mutator.all_mutants()) - {*record["command"], *record["family"]}
     record |= {key: dict(sorted(record[key].items())) for key in ("command", "family")}
+    record["survived"] = sorted(survived)
+    record["never_reached"] = sorted(set(record["never_reached"]) & survived - reached)
     RECORD.write_text(json.dumps(record, indent=0) + "\n")
     SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
     return counts

@@ -10,6 +10,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "norm/group_rms_norm_gate_rows.cuh:bound:9dec1b12", "quant/hadamard.cuh:bound:ba82bbef",
         "quant/tile_square_slots.cuh:bound:2e90821f", "rope/qk_norm_rope_fwd.cu:bound:0d4da948",
         "router/topk.cu:bound:7f62e3ba",
+        "attention/decode_heads.cu:bound:eae01b0c",
     ),
     "all threads that now write have the same number for the same place": (
         "attention/attention_sm90_bwd_rows.cu:tail:a3445be4", "attention/mma_tile.cuh:condition:a14576f7",
@@ -19,6 +20,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "reduce/group_norm.cu:tail:375f48d0", "rope/mla_rope.cu:condition:a8af3f2a",
         "router/rms_norm_router.cu:condition:f558f843", "attention/attention_quantize.cu:condition:f3dfa9c2",
         "attention/lightning_sm90.cu:condition:6918fafe",
+        "attention/indexer_logits.cu:condition:a93aab05",
     ),
     "the other side of the condition holds where the bound was": (
         "norm/norm_fp8_single_read.cu:bound:7e132ef4",
@@ -33,6 +35,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "router/rms_norm_router.cu:initial:4ca58eb5", "router/topk_router.cu:initial:788b70d2",
         "router/topk_router_bwd.cu:initial:2e492920", "router/topk_router_small.cu:initial:58adce54",
         "reduce/softmax_bwd.cu:shift:706eeaa9",
+        "attention/indexer_logits.cu:initial:56af1a3b",
     ),
     "which half of a scratch is used first decides nothing": (
         "norm/group_rms_norm_gate_bwd.cu:initial:3fe56b01.2", "quant/smooth.cu:initial:aa821001",
@@ -62,10 +65,15 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "pointwise/triangle.cu:tail:c956367b", "quant/channel.cu:clamp:59432f74",
         "reduce/nll_loss.cu:bound:43d2dbe6", "router/router_gemm_terms.cu:clamp:92371400",
         "window/upsample.cu:clamp:524401b4",
+        "attention/gated_delta_rule_reverse.cu:clamp:eec1c319",
+        "attention/ssd_scan.cu:clamp:039b62a9",
     ),
     "bits that are added belong to other lanes' numbers or are the same in all that are compared": (
         "act/glu_fp8_stream.cu:stride:50aee6ca", "index/embedding_sort.cu:shift:51dd8247",
         "quant/hadamard.cuh:stride:37676276", "scan/compact.cu:shift:cb06e14f",
+    ),
+    "what is computed or looked up without the guard is never read": (
+        "attention/kda_chunk.cu:clamp:a8bd0e2b", "attention/sparse_mla.cu:tail:42c7798b",
     ),
     "what would be left out is masked or swapped as a whole": (
         "pointwise/concat.cu:condition:c83ef454", "pointwise/triangle.cu:index:fda1fd54",

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.emulator_harness import needs_compiler
 
-from mutation import mutator
+from mutation import choose, mutator
 from mutation.choose import RECORD, SAMPLES
 from mutation.equivalent import EQUIVALENT
 from mutation.written import WRITTEN
@@ -101,6 +101,23 @@ def test_runs_of_families_kill_almost_all_mutants() -> None:
 def test_written_mutants_are_killed() -> None:
     names = {f"{bug.file}:written:{bug.name.replace(' ', '_')}" for bug in WRITTEN}
     assert not names & of_now("survived")
+
+
+def test_survivors_are_recorded_until_a_test_kills_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    killed, alive, elsewhere = sorted(mutator.all_mutants())[:3]
+    empty = {"tests": [], "seconds": [], "command": {}, "family": {}, "survived": [], "never_reached": []}
+    for name, content in (("RECORD", empty), ("SAMPLES", {"chosen": {}, "judged": {}})):
+        monkeypatch.setattr(choose, name, tmp_path / name)
+        (tmp_path / name).write_text(json.dumps(content))
+    test = choose.Judged("tests/a.py::test_a[1]", 0.1, {}, always=False, killed={killed})
+    assert choose.add({test.name: test}, [], {killed, alive}) == {"command": 0, "family": 1, "survived": 1}
+    found = json.loads((tmp_path / "RECORD").read_text())
+    assert found["family"] == {killed: 0} and found["survived"] == [alive] and elsewhere not in found["never_reached"]
+    test.killed = {alive}
+    assert choose.add({test.name: test}, [test.name], {alive}) == {"command": 1, "family": 0, "survived": 0}
+    found = json.loads((tmp_path / "RECORD").read_text())
+    assert found["command"] == {alive: 0} and found["family"] == {killed: 0} and not found["survived"]
+    assert json.loads((tmp_path / "SAMPLES").read_text())["chosen"] == {"tests/a.py": ["test_a[1]"]}
 
 
 def lost_samples(chosen: dict[str, list[str]], here: set[str]) -> list[str]:

@@ -73,6 +73,7 @@ def _fsdp_worker(rank: int, mesh: Any) -> None:
     assert set(state) == {name for name, _ in alone.named_parameters()}
 
 
+@pytest.mark.one_in(3)
 def test_training_with_fsdp(tmp_path: Any) -> None:
     _run(_fsdp_worker, tmp_path)
 
@@ -129,5 +130,6 @@ def _parallel_worker(rank: int, mesh: Any) -> None:
         rtkernels.fp8_linear(x, given[1])
 
 
+@pytest.mark.one_in(3)
 def test_tensor_parallel_layers(tmp_path: Any) -> None:
     _run(_parallel_worker, tmp_path)

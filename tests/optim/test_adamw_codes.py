@@ -114,6 +114,7 @@ def test_rounding_keeps_the_mean() -> None:
     assert kept[0].isnan() and kept[1:3].tolist() == [float("inf"), -float("inf")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_200_steps_against_fp32(kind, stochastic) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.multi import multi_muon
 from rtkernels.optim import AdamW, Muon
 from rtkernels.optim import muon_iteration as iteration
 
@@ -93,6 +94,27 @@ def test_a_step_everywhere(place, dtype) -> None:
         master = optimizer.state[p].get("master", p).detach().cpu().double()
         assert ((master - expected).norm() / (0.25 * factor * direction.norm())) < 0.03
         assert torch.equal(p.detach().cpu(), master.to(dtype)) if dtype != torch.float32 else True
+
+
+@at()
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_averages_everywhere(nesterov, maximize, place) -> None:
+    """Of two steps: after the first one, all forms of momentum have the same direction."""
+    g = torch.Generator().manual_seed(5)
+    given = [[torch.randn(size, generator=g) for size in (3, 70, 1030)] for _ in range(3)]
+    averages = [t.double() for t in given[0]]
+    with running_on(place) as device:
+        ours = [t.to(device) for t in given[0]]
+        for grads in given[1:]:
+            updates = [torch.empty_like(t) for t in ours]
+            multi_muon.MOMENTUM(ours, [t.to(device) for t in grads], updates, 0.75, nesterov, maximize)
+            for i, grad in enumerate(grads):
+                signed = -grad.double() if maximize else grad.double()
+                averages[i] = 0.75 * averages[i] + 0.25 * signed
+                update = 0.75 * averages[i] + 0.25 * signed if nesterov else averages[i]
+                torch.testing.assert_close(ours[i].cpu(), averages[i].float(), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(updates[i].cpu(), update.float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("gram", [False, True])

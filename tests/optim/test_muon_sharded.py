@@ -75,5 +75,6 @@ def _adamw(rank: int, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("test", [_muon, _adamw])
+@pytest.mark.one_in(3)
 def test_two_processes(test, tmp_path) -> None:
     spawn(_joined, test, str(tmp_path))

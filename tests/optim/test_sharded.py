@@ -86,6 +86,7 @@ def _fsdp_worker(rank: int, mesh: Any) -> None:
             torch.testing.assert_close(_whole(again.state[shared[0].weight][name]), _whole(value), rtol=0, atol=0)
 
 
+@pytest.mark.one_in(3)
 def test_training_with_fsdp(tmp_path: Any) -> None:
     _run(_fsdp_worker, tmp_path)
 
@@ -168,5 +169,6 @@ def _sequence_worker(rank: int, mesh: Any) -> None:
             torch.testing.assert_close(_whole(p), reference)
 
 
+@pytest.mark.one_in(3)
 def test_norms_under_sequence_parallelism(tmp_path: Any) -> None:
     _run(_sequence_worker, tmp_path)

@@ -122,6 +122,7 @@ print(json.dumps([entry.source, len(entry.image), build_cache.stats.compiles, st
     assert list(cache.path().glob("v2/tmp/*")) == []
 
 
+@pytest.mark.one_in(3)
 def test_cache_unlocked_race_keeps_one_sound_entry(work, start):
     """Without working locks every process compiles; the rename alone must keep the entry consistent."""
     code = """
@@ -177,6 +178,7 @@ def test_cache_lock_limits_are_those_documented():
     assert (locks.TIMEOUT_S, locks.LOG_AFTER_S) == (120, 5)
 
 
+@pytest.mark.one_in(3)
 def test_cache_fork_while_a_thread_compiles(work, start):
     """The child must neither wait for locks of threads it does not have, nor keep the parent's lock file open."""
     code = """
@@ -225,6 +227,7 @@ time.sleep(60)
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.one_in(3)
 def test_cache_clear_while_others_load(work, start):
     code = """
 import json
@@ -251,6 +254,7 @@ print(json.dumps([loads, quarantined]))
     assert sum(loads for loads, _ in results) > 10
 
 
+@pytest.mark.one_in(3)
 def test_cache_import_loads_no_compiler(start):
     code = """
 import json, sys

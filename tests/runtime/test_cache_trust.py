@@ -415,6 +415,7 @@ def test_published_cache_serves_another_user(shared, builder):
     assert used.stdout.strip() == str(["extra"] * 3)
 
 
+@pytest.mark.one_in(3)
 def test_without_a_home_nothing_is_written_into_the_current_folder(tmp_path):
     pytest.importorskip("cupy")
     nameless = """

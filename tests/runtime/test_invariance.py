@@ -72,6 +72,7 @@ def test_wrong_levels(level: object) -> None:
         rtkernels.set_batch_invariant(level)
 
 
+@pytest.mark.one_in(3)
 def test_the_environment_sets_the_default() -> None:
     code = "import rtkernels; from rtkernels.runtime import invariance; print(invariance.level())"
     variables = environment(os.getcwd(), RTKERNELS_BATCH_INVARIANT="2")

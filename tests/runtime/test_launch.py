@@ -89,6 +89,7 @@ def test_fork_gets_fresh_locks() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@pytest.mark.one_in(3)
 def test_a_fresh_process_on_cpu_loads_no_cupy() -> None:
     code = (
         "import sys, torch, rtkernels\n"

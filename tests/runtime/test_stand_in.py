@@ -31,10 +31,12 @@ def _run(mode: str) -> str:
     return done.stdout
 
 
+@pytest.mark.one_in(3)
 def test_repeated_calls_take_the_short_way():
     assert "12 functions" in _run("count")
 
 
+@pytest.mark.one_in(1000)
 def test_repeated_calls_compute_what_an_emulated_call_computes():
     assert "12 functions" in _run("emulate")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -98,3 +99,26 @@ def largest_error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
         if not (size <= 1e-9 * largest and float(got[name].norm()) <= 1e-9 * largest):  # NaN does not count as zero
             errors.append(float((got[name] - gradient).norm()) / max(size, 1e-6 * largest))
     return float(torch.tensor(errors).max())  # NaN if one of them is
+
+
+@torch.no_grad()
+def assert_greedy_tokens(
+    got: Tensor, model: nn.Module, start: int, *, allowed: float, never: Sequence[int] = (), **given: Any
+) -> None:
+    """Check that each token from `start` on is the model's choice after the tokens before it, or ties with that.
+
+    Args:
+        got: Generated ids with their prompts, without padding.
+        model: The model that says which token comes next.
+        start: Length of the prompts.
+        allowed: Distance of tokens that tie, as a share of the largest logit.
+        never: Tokens that must not be generated.
+        given: Other inputs of the model, such as images.
+    """
+    logits = model(input_ids=got, attention_mask=torch.ones_like(got), **given).logits[:, start - 1 : -1].float()
+    limit = allowed * float(logits.abs().max())
+    logits[..., list(never)] = -torch.inf
+    behind = logits.amax(-1) - logits.gather(-1, got[:, start:, None])[..., 0]
+    if not (behind <= limit).all():
+        places = (~(behind <= limit)).nonzero().tolist()
+        raise AssertionError(f"tokens at {places} are {behind.max():.3g} behind the first choice, allowed: {limit:.3g}")

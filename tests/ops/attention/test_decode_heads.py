@@ -15,7 +15,8 @@ BF16 = torch.bfloat16
 FORMS = {
     "halves": {}, "half_tables": {"whole": False}, "neighbours": {"interleaved": True, "whole": False},
     "neighbour_tables": {"interleaved": True}, "partial": {"rotary": 20}, "no_norm": {"norm": False},
-    "wide": {"dim": 250, "rotary": 64}, "fp16": {"dtype": torch.float16, "table": BF16},
+    "wide": {"dim": 250, "rotary": 64}, "several_pairs_a_lane": {"dim": 130},
+    "fp16": {"dtype": torch.float16, "table": BF16},
 }  # fmt: skip
 
 

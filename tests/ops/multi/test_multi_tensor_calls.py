@@ -127,6 +127,7 @@ print("done")
 """
 
 
+@pytest.mark.one_in(3)
 def test_shards_of_a_process_group(tmp_path: Path) -> None:
     root = Path(rtkernels.__file__).parent.parent
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -38,6 +38,7 @@ HEAD_SIZES = (32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 136, 144, 160, 
 
 @pytest.mark.parametrize("dim", HEAD_SIZES)
 @at()
+@pytest.mark.one_in(3)
 def test_every_head_size(place: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a head, all of it or four elements are rotated; none of these take the kernels for any alignment."""
 

@@ -153,6 +153,7 @@ def test_warm_ships_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert not list(rtkernels.cache.ls())  # a table is no entry
 
 
+@pytest.mark.one_in(1000)
 def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen = []
     monkeypatch.setattr(rtkernels, "tune", lambda problems, progress: seen.extend(problems))
