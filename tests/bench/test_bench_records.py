@@ -217,6 +217,23 @@ def test_products_have_the_share_in_results_and_tables(monkeypatch: pytest.Monke
     assert "| 0.50 |" in page[2] and "| - |" in page[3]
 
 
+def test_a_run_with_fewer_peers_adds_its_share_of_the_peak() -> None:
+    row = {"row": "mm", "shape": "9x9", "us": 10.0, "error_ours": 0.0, "peers": {"torch": 20.0, "liger": 12.0}}
+    environment = {"gpu": "NVIDIA H200", "commit": "abc"}
+    numbers = accepted.empty()
+    accepted.record(numbers, {"environment": environment, "rows": [row], "host": None})
+    later = {**row, "us": 8.0, "of_peak": 0.6, "peers": {"torch": 19.0}}
+    result = {"environment": {**environment, "commit": "def"}, "rows": [later], "host": None}
+    assert accepted.record(numbers, result) == []
+    (kept,) = numbers["rows"]
+    assert kept["us"] == 10.0 and kept["peers"] == row["peers"] and kept["of_peak"] == 0.6
+    assert kept["peak_from"] == {"us": 8.0, "commit": "def"}
+    assert accepted.record(numbers, result) == ["mm 9x9"]  # it has one now
+    whole = {**later, "peers": row["peers"]}
+    assert accepted.record(numbers, {**result, "rows": [whole]}) == [] and numbers["rows"][0]["us"] == 8.0
+    assert "peak_from" not in numbers["rows"][0]
+
+
 def test_a_peak_that_cannot_be_measured_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert peak.try_measure(FakeTimer()) == {}
