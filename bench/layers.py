@@ -101,7 +101,7 @@ class Bench:
     def measure(self, way: str) -> dict[str, Any]:
         """Return the row of one way."""
         cuda, args = self.device == "cuda", self.args
-        held = torch.cuda.memory_allocated() if cuda else 0  # by the reference
+        before = torch.cuda.memory_allocated() if cuda else 0  # by the reference
         leaf, dy = inputs(self.sizes, self.device, torch.bfloat16)
         with ExitStack() as stack:
             place = nullcontext() if way == "compile" else processes.sharing()  # compiling is host work
@@ -119,14 +119,14 @@ class Bench:
             }
             call = partial(step, layer, leaf, dy)
             if cuda:
-                row |= self._memory(call, held)
+                row |= self._memory(call, before)
             return row | self._times(way, call)
 
-    def _memory(self, call: Callable[[], Tensor], held: int) -> dict[str, Any]:
+    def _memory(self, call: Callable[[], Tensor], before: int) -> dict[str, Any]:
         with processes.limited(processes.alone(), self.args.limit):
             torch._C._cuda_clearCublasWorkspaces()  # of earlier layers: a layer that needs one allocates it again
             call()
-            return {"peak_mib": round(peak_mib(call) - held / 2**20), "host_ms": round(_host_ms(call), 3)}
+            return {"peak_mib": round(peak_mib(call) - before / 2**20), "host_ms": round(_host_ms(call), 3)}
 
     def _times(self, way: str, call: Callable[[], Tensor]) -> dict[str, Any]:
         """Return the times of all runs; others may have the device in between."""
