@@ -101,7 +101,7 @@ class Bench:
     def measure(self, way: str) -> dict[str, Any]:
         """Return the row of one way."""
         cuda, args = self.device == "cuda", self.args
-        before = torch.cuda.memory_allocated() if cuda else 0  # by the reference
+        before = torch.cuda.memory_allocated() if cuda else 0  # of which the reference is most
         leaf, dy = inputs(self.sizes, self.device, torch.bfloat16)
         with ExitStack() as stack:
             place = nullcontext() if way == "compile" else processes.sharing()  # compiling is host work
