@@ -19,7 +19,6 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
-    "action_expert 18x10x1024_bf16",
     "action_expert 18x10x1024_fp8",
     "chunk_attention 10 over 968, 8/1 heads of 256",
     "chunk_attention 16 over 816, 16/2 heads of 128",
@@ -91,18 +90,6 @@ WITHOUT_RECORD = {
     "rwkv_key 4096x64x64",
     *(f"scaled_mm {n}x{n}x{n}_{kind}" for n in (4096, 8192) for kind in ("fp16_sums", "fp8_tile", "mxfp8", "mxfp4")),
     *(f"scaled_mm {n}x{n}x{n}_{kind}" for n in (12288, 16384) for kind in ("bf16", "fp8_row", "int8_row")),
-    *(
-        f"conv_depthwise_{way} {shape}"
-        for way, shapes in (("fwd", 4), ("dx", 3))
-        for shape in (
-            "32x192x56x56, 7x7, stride 1",
-            "32x384x28x28, 7x7, stride 1",
-            "32x144x56x56, 3x3, stride 1",
-            "32x144x112x112, 3x3, stride 2",
-        )[:shapes]
-    ),
-    "conv_patches 8x3x224x224, 1024, 14x14",
-    "conv_patches 32x3x384x384, 768, 16x16",
     "quantize_int8_row 8192x2048",
     "quantize_int8_row 8192x4096",
     "quantize_int8_row 8192x8192",
