@@ -35,7 +35,7 @@ DIFFERENCES = [
     ),
     (
         "`_softmax_backward_data`, `native_layer_norm_backward`, `native_group_norm_backward`, "
-        "`_fused_rms_norm_backward`, `_weight_norm_interface_backward`, `glu_backward`, `addcmul`",
+        "`_fused_rms_norm_backward`, `_weight_norm_interface_backward`, `glu_backward`, `mse_loss_backward`, `addcmul`",
         "bfloat16 and float16: results have one rounding; torch rounds some intermediate results, which may overflow.",
         "fp32 between load and store costs nothing and is more exact.",
         "tests/aten/test_special_cases.py::test_one_rounding",

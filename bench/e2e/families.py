@@ -9,7 +9,6 @@ with the device given to others in between, and the fastest of these runs counts
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import gc
 import json
 import os
@@ -18,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +54,6 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-@contextmanager
-def _limited(place: Any, seconds: float) -> Iterator[None]:
-    """Enter a place, then end this process with a traceback if it takes longer; waiting for the place does not count.
-
-    A process that hangs would keep all others from the device.
-    """
-    with place:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
 class Arm:
     """A model as one arm trains it, with its optimizer and batches."""
 
@@ -81,7 +65,7 @@ class Arm:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        with _limited(processes.sharing(), args.limit):
+        with processes.limited(processes.sharing(), args.limit):
             model = arms.build(
                 family, args.vocab, args.seq, tiny=args.tiny, device=self.device, dtype=dtype, layers=args.layers
             )
@@ -118,13 +102,14 @@ def measure(arm: str, family: str, args: argparse.Namespace) -> dict[str, Any]:
 
     trained = Arm(arm, family, args)
     cuda, began = trained.device == "cuda", time.perf_counter()
-    with _limited(nullcontext() if arm == "compile" else processes.sharing(), args.limit):  # compiling is host work
+    place = nullcontext() if arm == "compile" else processes.sharing()  # compiling is host work
+    with processes.limited(place, args.limit):
         trained.step()
         processes.wait(trained.device)
     first = time.perf_counter() - began
     runs, memory = [], {}
     for number in range(1 if arm == "hf" else args.runs):
-        with _limited(processes.alone(), args.limit / 2):
+        with processes.limited(processes.alone(), args.limit / 2):
             if cuda and number == 0:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

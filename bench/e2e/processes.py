@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -141,6 +142,20 @@ def _locked(exclusive: bool) -> Iterator[None]:
         else:
             _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB), PATIENCE)
         yield
+
+
+@contextmanager
+def limited(place: Any, seconds: float) -> Iterator[None]:
+    """Enter a place, then end this process with a traceback if it takes longer; waiting for the place does not count.
+
+    A process that hangs would keep all others from the device.
+    """
+    with place:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _wait_for(lock: Callable[[], None], seconds: float) -> None:

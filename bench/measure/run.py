@@ -365,6 +365,7 @@ def run(
                 done = {"row": row.name, "shape": row.shape, "failed": _say(error)}
             if (of_peak := peak.share(done, result["peak_tflops"])) is not None:
                 done["of_peak"] = of_peak
+            bench.log(f"  ours: {done.get('us') or done['failed']}")
             result["rows"].append(done)
             _release()
             if path:

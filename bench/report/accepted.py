@@ -1,8 +1,8 @@
 """The accepted numbers of one GPU: ``bench/results/<gpu>.json``, one measurement of every row at every shape.
 
 A run replaces a row's measurement unless it leaves out the peer that was fastest before (it may have been asked for
-some peers only). Runs are listed once, with everything needed to take them again; rows refer to theirs by its index in
-that list.
+some peers only); then a row without a share of the peak takes that alone, with the time it is of. Runs are listed once,
+with everything needed to take them again; rows refer to theirs by its index in that list.
 """
 
 from __future__ import annotations
@@ -76,8 +76,11 @@ def record(accepted: Accepted, result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         key = row["row"], row["shape"]
         before = accepted["rows"][at[key]] if key in at else None
-        if "failed" in row or not _compared(row) or not _as_strict(row, before):
+        if "failed" in row or not _compared(row):
             refused.append(" ".join(key))
+        elif not _as_strict(row, before):
+            if not _add_peak(before, row, result["environment"]):
+                refused.append(" ".join(key))
         elif before is None:
             at[key] = len(accepted["rows"])
             accepted["rows"].append({"run": run, **_short(row)})
@@ -109,6 +112,14 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 def _compared(row: dict[str, Any]) -> bool:
     """Return False for a row whose result has no error against the reference, such as one of another shape."""
     return not isinstance(row.get("error_ours"), dict)
+
+
+def _add_peak(before: dict[str, Any], row: dict[str, Any], environment: dict[str, Any]) -> bool:
+    """Give a record that has none the share of the peak from a run with fewer peers; return False if there is none."""
+    if "of_peak" in before or "of_peak" not in row:
+        return False
+    before |= _short({"of_peak": row["of_peak"], "peak_from": {"us": row["us"], "commit": environment.get("commit")}})
+    return True
 
 
 def _as_strict(row: dict[str, Any], before: dict[str, Any] | None) -> bool:

@@ -61,3 +61,16 @@ class Row:
     def label(self) -> str:
         """``name shape``, the text that ``bench run --rows`` matches."""
         return f"{self.name} {self.shape}"
+
+
+def gradients_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward pass of a differentiable function of tensors: a function of dy and the same tensors."""
+
+    def backward(dy: Any, **inputs: Any) -> Any:
+        import torch
+
+        with torch.enable_grad():
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+            return torch.autograd.grad(forward(**leaves), list(leaves.values()), dy)
+
+    return backward

@@ -258,6 +258,10 @@ def test_one_rounding() -> None:
     big, small = torch.tensor([60000.0], dtype=torch.float16), torch.tensor([2.0], dtype=torch.float16)
     with taken("sm_80", "addcmul"):
         assert torch.addcmul(-big, big, small).item() == 60000.0
+    x = big.clone().requires_grad_()  # the difference is 120000: torch's CUDA kernel has inf
+    with taken("sm_80", "mse_loss_backward"):
+        torch.nn.functional.mse_loss(x, -big, reduction="none").backward(small / 8)
+    assert x.grad.item() == 60000.0
 
 
 @emulated

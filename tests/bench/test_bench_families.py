@@ -74,7 +74,7 @@ def test_nobody_waits_for_a_process_that_hangs(
     with processes.sharing(), processes.sharing():
         pass
     assert not capsys.readouterr().err
-    with pytest.raises(ZeroDivisionError), families._limited(processes.alone(), 60.0):
+    with pytest.raises(ZeroDivisionError), processes.limited(processes.alone(), 60.0):
         raise ZeroDivisionError  # and no process ends a minute later
 
 

@@ -21,7 +21,6 @@ from rtkernels.runtime import targets
 WITHOUT_RECORD = {
     "group_norm_fwd 4x512x128x128, 32 groups",
     "group_norm_fwd 8x320x64x64, 32 groups",
-    "action_expert 18x10x1024_bf16",
     "action_expert 18x10x1024_fp8",
     "chunk_attention 10 over 968, 8/1 heads of 256",
     "chunk_attention 16 over 816, 16/2 heads of 128",
@@ -94,18 +93,6 @@ WITHOUT_RECORD = {
     "rwkv_key 4096x64x64",
     *(f"scaled_mm {n}x{n}x{n}_{kind}" for n in (4096, 8192) for kind in ("fp16_sums", "fp8_tile", "mxfp8", "mxfp4")),
     *(f"scaled_mm {n}x{n}x{n}_{kind}" for n in (12288, 16384) for kind in ("bf16", "fp8_row", "int8_row")),
-    *(
-        f"conv_depthwise_{way} {shape}"
-        for way, shapes in (("fwd", 4), ("dx", 3))
-        for shape in (
-            "32x192x56x56, 7x7, stride 1",
-            "32x384x28x28, 7x7, stride 1",
-            "32x144x56x56, 3x3, stride 1",
-            "32x144x112x112, 3x3, stride 2",
-        )[:shapes]
-    ),
-    "conv_patches 8x3x224x224, 1024, 14x14",
-    "conv_patches 32x3x384x384, 768, 16x16",
     "quantize_int8_row 8192x2048",
     "quantize_int8_row 8192x4096",
     "quantize_int8_row 8192x8192",
@@ -218,6 +205,23 @@ def test_products_have_the_share_in_results_and_tables(monkeypatch: pytest.Monke
     page = readme.tables(rows, [scale_row(), backward_row()])[1]
     assert page[0] == "| op | shape | µs (efficiency, or rate) | of the peak | fastest peer, µs |"
     assert "| 0.50 |" in page[2] and "| - |" in page[3]
+
+
+def test_a_run_with_fewer_peers_adds_its_share_of_the_peak() -> None:
+    row = {"row": "mm", "shape": "9x9", "us": 10.0, "error_ours": 0.0, "peers": {"torch": 20.0, "liger": 12.0}}
+    environment = {"gpu": "NVIDIA H200", "commit": "abc"}
+    numbers = accepted.empty()
+    accepted.record(numbers, {"environment": environment, "rows": [row], "host": None})
+    later = {**row, "us": 8.0, "of_peak": 0.6, "peers": {"torch": 19.0}}
+    result = {"environment": {**environment, "commit": "def"}, "rows": [later], "host": None}
+    assert accepted.record(numbers, result) == []
+    (kept,) = numbers["rows"]
+    assert kept["us"] == 10.0 and kept["peers"] == row["peers"] and kept["of_peak"] == 0.6
+    assert kept["peak_from"] == {"us": 8.0, "commit": "def"}
+    assert accepted.record(numbers, result) == ["mm 9x9"]  # it has one now
+    whole = {**later, "peers": row["peers"]}
+    assert accepted.record(numbers, {**result, "rows": [whole]}) == [] and numbers["rows"][0]["us"] == 8.0
+    assert "peak_from" not in numbers["rows"][0]
 
 
 def test_a_peak_that_cannot_be_measured_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ VERSIONS = frozenset({"isclose", "rand", "randn", "randperm"})
 STATISTICS = frozenset({
     "native_layer_norm", "native_group_norm", "native_batch_norm", "var_mean.correction", "std_mean.correction",
 })  # fmt: skip
-# Which of equal elements an index names; the elements are compared.
-TIES = frozenset({"topk"})
+# Which of equal elements comes first: torch promises it with stable=True alone (short rows are sorted by a network).
+# Elements are compared, and indices must name them, each once.
+TIES = frozenset({"topk", "sort"})
 # The sign of a zero that a sum, an extreme or a product of many elements gives depends on their order.
 SIGN_OF_ZERO: frozenset[str] = frozenset({"_unique2"})  # which of two zeros stands for both
 # Large numbers: intermediate results overflow in one order of additions and not in another.
@@ -32,6 +33,7 @@ CALM = frozenset({
     "cumsum",  # torch's scan rounds every partial sum
     "nll_loss2d_forward",  # and so do its sums in float16
     "tanh_backward",  # and 1 - y^2
+    "mse_loss_backward",  # and the difference of two large numbers in float16
 })  # fmt: skip
 # Without a reduction torch's CUDA kernels leave the total weight as it was allocated; ours is 0.
 TOTAL_WEIGHT = frozenset({"nll_loss_forward", "nll_loss2d_forward"})

@@ -192,6 +192,8 @@ def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) 
         return f"versions {got.versions}, torch's {want.versions}"
     if got.aliases != want.aliases:
         return f"aliases {got.aliases}, torch's {want.aliases}"
+    if name in differs.TIES and (text := _not_named(name, got, call)):
+        return text
     scale = _magnitude(call) if name.partition(".")[0].rstrip("_") in differs.CANCELS else None
     for place, ours, theirs in (("result", got.result, want.result), ("argument", got.arguments, want.arguments)):
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -200,6 +202,24 @@ def difference(name: str, got: Outcome, want: Outcome, call: Call, device: str) 
             if text := _unlike(name, a, b, scale, device):
                 return f"{place} {i}: {text}"
     return ""
+
+
+def _not_named(name: str, got: Outcome, call: Call) -> str:
+    """Return what is wrong with indices that may name any of equal elements; empty if each names its own."""
+    values, indices = got.result
+    given = dict(zip((a.name for a in table.schema_of(name).arguments), call.args, strict=False)) | call.kwargs
+    x, dim = given["self"], given.get("dim", -1)
+    if not x.dim() or not indices.numel():
+        return "" if not indices.any() else "the index of a number is not 0"
+    if ((indices < 0) | (indices >= x.shape[dim])).any():
+        return f"result 1: indices from {indices.min()} to {indices.max()}, of {x.shape[dim]} elements"
+    named, ordered = x.gather(dim, indices), indices.sort(dim).values
+    other = (named != values) & ~(named.isnan() & values.isnan())
+    if values.is_floating_point():
+        other |= (named == 0) & (named.signbit() != values.signbit())
+    if other.any():
+        return f"result 1: {int(other.sum())} of {other.numel()} indices name other elements"
+    return "result 1: an index occurs twice" if (ordered.diff(dim=dim) == 0).any() else ""
 
 
 def _magnitude(call: Call) -> torch.Tensor | None:
@@ -239,7 +259,8 @@ def _unlike(name: str, a: Any, b: Any, scale: torch.Tensor | None, device: str) 
         if name in differs.STATISTICS:
             b = torch.where(a.isfinite() | b.isfinite(), b, a)  # infinite or NaN
         wrong = torch.where(finite, (x - y).abs() > allowed, (a != b) & ~(a.isnan() & b.isnan()))
-        if name not in differs.SIGN_OF_ZERO and not (device == "cpu" and name in differs.SIGN_OF_ZERO_ON_THE_CPU):
+        of_any_sign = differs.SIGN_OF_ZERO | differs.TIES
+        if name not in of_any_sign and not (device == "cpu" and name in differs.SIGN_OF_ZERO_ON_THE_CPU):
             wrong |= (a == 0) & (b == 0) & (a.signbit() != b.signbit())
     if not wrong.any():
         return ""

@@ -90,3 +90,21 @@ def test_a_difference_is_seen() -> None:
         assert special.difference("abs", other, want, call, "cpu")
     written = want._replace(arguments=[x + 1])
     assert "argument 0" in special.difference("abs", written, want, call, "cpu")
+
+
+def test_ties_may_be_in_any_order_and_nothing_else() -> None:
+    x = torch.tensor([[3.0, 0.0, -0.0, float("nan"), 3.0]])
+    call = calls.Call((x,), {})
+    want = special.run("sort", call)
+
+    def off(indices: list[int], values: torch.Tensor | None = None) -> str:
+        order = torch.tensor([indices])
+        result = [x.gather(1, order) if values is None else values, order]
+        return special.difference("sort", want._replace(result=result), want, call, "cpu")
+
+    assert not off([1, 2, 0, 4, 3]) and not off([2, 1, 4, 0, 3])
+    assert "occurs twice" in off([1, 2, 0, 0, 3])
+    assert "2 of 5 indices name other elements" in off([2, 1, 0, 4, 3], want.result[0])  # zeros of the other sign
+    assert "2 of 5" in off([1, 2, 3, 0, 4], want.result[0])
+    assert "indices from 0 to 5" in off([1, 2, 0, 5, 3], want.result[0])
+    assert "result 0" in off([0, 1, 2, 4, 3])  # named rightly, in a wrong order

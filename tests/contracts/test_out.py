@@ -27,7 +27,6 @@ ROWS = 6
 # Functions that torch does a part of: what they still allocate or copy, and why.
 COPIED = {
     "attention_quantized": "in this call scales are not dense",
-    "chunk_attention": "in this call operands are copied to what its kernel reads",
     "cross_entropy": "the loss is one of several numbers that a kernel writes together",
     "dequantize_fp8_smooth": "the result is converted to its dtype",
     "fp8_linear": "codes are padded to what products want",

@@ -4,6 +4,7 @@ decoding, the same tokens as transformers' ``generate()``.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from support.compare import running_on
 from support.places import at
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import rtkernels
 from integrations import fake_vllm, fake_vllm_fp8, fake_vllm_mla
@@ -164,6 +166,38 @@ def _generated(model: Any, prompts: list[list[int]], device: str) -> tuple[list[
     return tokens, scores
 
 
+def _coded(x: Tensor) -> Tensor:
+    """Return what codes of groups of 128 leave of activations."""
+    codes, scale = rtkernels.quantize_fp8(x.reshape(-1, x.shape[-1]).float().cpu(), granularity="group")
+    wide = scale.double().repeat_interleave(128, 1)[:, : x.shape[-1]]
+    return (codes.double() * wide).view(x.shape).to(x.device)
+
+
+def _in_double(model: Any, prompts: list[list[int]], wanted: list[list[int]], coded: bool) -> Tensor:
+    """Return the logits of all generated tokens in fp64; if `coded`, of activations that fp8 codes have rounded."""
+    model = copy.deepcopy(model).double()
+    seen = _coded if coded else (lambda x: x)
+
+    def experts(self: Any, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for i, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            gate, up = (seen(x) @ gate_up.t()).chunk(2, -1)
+            factor = (probs * (ids == i)).sum(-1, keepdim=True).double()
+            result += factor * (seen(F.silu(gate) * up) @ down.t())
+        return result
+
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, given: (seen(given[0]),))
+        elif hasattr(module, "gate_up_proj") and module.gate_up_proj.__class__ is nn.Parameter:
+            module.forward = MethodType(experts, module)
+    device, found = next(model.parameters()).device, []
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        ids = torch.tensor([prompt + tokens[:-1]], device=device)
+        found.append(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :])
+    return torch.stack(found)
+
+
 @at("cpu", "cuda")
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("quantized", [False, True])
@@ -175,7 +209,10 @@ def test_the_same_tokens_as_transformers(
         model = _model(device, real, quantized)
         prompts = [torch.randint(0, 97, (length,)).tolist() for length in PROMPTS]
         wanted, scores = _generated(model, prompts, device)
-        server, same = Server(model, device, quantized), 0
+        with torch.no_grad():
+            exact = _in_double(model, prompts, wanted, False)
+            usual = _in_double(model, prompts, wanted, True) if quantized else torch.stack([*map(torch.stack, scores)])
+        server, same, ours = Server(model, device, quantized), 0, torch.zeros_like(exact)
         # The first prompt whole, the second in chunks beside decoding steps of the first, the third late.
         plans = [[prompts[0], prompts[1][:7], []], [None, prompts[1][7:20], []], [None, prompts[1][20:], prompts[2]]]
         got: list[int] = [0, 0, 0]
@@ -186,15 +223,16 @@ def test_the_same_tokens_as_transformers(
             logits = server.step(fed)
             for r in range(3):
                 if fed[r] and server.known[r] >= len(prompts[r]):
-                    want = scores[r][got[r]]
-                    error = (logits[r] - want).norm() / want.norm()
-                    assert error < (0.25 if quantized else 0.05), (r, got[r], float(error))
+                    want, ours[r, got[r]] = scores[r][got[r]], logits[r]
                     margin = float(want.topk(2).values.diff().abs())
                     alike = int(logits[r].argmax()) == wanted[r][got[r]]
                     assert alike or margin < (1.0 if quantized else 0.05) * float(want.std()), (r, got[r])
                     same += alike
                     got[r] += 1
         assert same >= (STEPS if quantized else 3 * STEPS - 2)
+        # As far from fp64 as codes of activations are, or as transformers in fp16, which may choose another expert.
+        error, allowed = ((one.double() - exact).norm() / exact.norm() for one in (ours, usual))
+        assert error < (1.25 * allowed + 0.01 if quantized else max(2 * allowed, 0.05)), (float(error), float(allowed))
 
 
 @at("cpu", "sm_90", "cuda")

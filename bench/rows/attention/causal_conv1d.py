@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from bench.rows.row import Row
+from bench.rows.row import Row, gradients_of
 from rtkernels.ops.attention.causal_conv1d import BACKWARD, causal_conv1d, causal_conv1d_step
 
 
@@ -49,5 +49,5 @@ def rows() -> Iterator[Row]:
             ours=lambda dy, x, weight: BACKWARD(
                 dy, None, x, weight, None, None, None, True, 4, True, True, False, False
             )[:2],
-            torch=_plain, bytes=3 * n,
+            torch=gradients_of(_plain), bytes=3 * n,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.rows.row import Row, in_fp32
+from bench.rows.row import Row, gradients_of, in_fp32
 from rtkernels.ops.attention.gated_delta_rule import BACKWARD, gated_delta_rule, gated_delta_rule_step
 from rtkernels.ops.attention.gated_delta_rule_reference import forward, step
 
@@ -60,7 +60,7 @@ def _by_channel() -> Iterator[Row]:
             ours=lambda dy, q, k, v, g, beta: BACKWARD(
                 dy, None, q, k, v, g, beta, None, None, q.shape[3] ** -0.5, True, False
             )[:5],
-            torch=_plain, bytes=22 * values,
+            torch=gradients_of(_plain), bytes=22 * values,
         )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def rows() -> Iterator[Row]:
             ours=lambda dy, q, k, v, g, beta: BACKWARD(
                 dy, None, q, k, v, g, beta, None, None, q.shape[3] ** -0.5, True, False
             )[:5],
-            torch=_plain, bytes=3 * values + 4 * keys + 4 * numbers,
+            torch=gradients_of(_plain), bytes=3 * values + 4 * keys + 4 * numbers,
         )  # fmt: skip
 
     yield from _by_channel()

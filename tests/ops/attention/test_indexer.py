@@ -59,6 +59,22 @@ def test_logits(name: str, place: str) -> None:
         assert_near(got.masked_fill(~inside, 0.0), want.masked_fill(~inside, 0.0), 2.0**-16)
 
 
+@at("sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("dtype", (BF16, E4M3), ids=str)
+def test_operands_at_any_address(dtype: torch.dtype, place: str) -> None:
+    """Views that begin inside of 16 bytes, of each operand."""
+    q, k, weights = random(3, 4, 32).to(dtype), random(21, 32, seed=1).to(dtype), random(3, 4, seed=2)
+    want = exact(q, k, weights)
+    with running_on(place) as device, poisoned():
+        for moved in range(3):
+            given = [t.to(device) for t in (q, k, weights)]
+            behind = torch.empty(given[moved].numel() + 1, dtype=given[moved].dtype, device=device)[1:]
+            given[moved] = behind.view(given[moved].shape).copy_(given[moved])
+            assert given[moved].data_ptr() % 16
+            assert_near(indexer_logits(*given), want.to(device), 2.0**-16)
+            assert torch.equal(indexer_topk(*given, 5).cpu(), best(indexer_logits(*given).cpu(), 5))
+
+
 @at("cpu", "sm_80", "cuda")
 @pytest.mark.parametrize("dtype", (BF16, E4M3), ids=str)
 def test_pages(dtype: torch.dtype, place: str) -> None:

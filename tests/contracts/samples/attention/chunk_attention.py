@@ -9,9 +9,9 @@ from rtkernels.ops.attention.chunk_attention import FORWARD
 
 
 def _call(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    qkv = x.detach().bfloat16().view(-1, 1, 256)  # two heads of q of 64, one of k and one of v
-    cache = qkv.new_ones(qkv.shape[0], 5, 1, 64)
-    rope = rtkernels.rope_table(8, 64, device=x.device)
+    qkv = x.detach().bfloat16().view(-1, 1, 256).repeat(1, 1, 2)  # two heads of q of 128, one of k and one of v
+    cache = qkv.new_ones(qkv.shape[0], 5, 1, 128)
+    rope = rtkernels.rope_table(8, 128, device=x.device)
     return rtkernels.chunk_attention(qkv, cache, cache, rope, prefix=3)
 
 
