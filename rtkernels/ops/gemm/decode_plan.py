@@ -16,12 +16,15 @@ from rtkernels.runtime.targets import Target
 
 MAX_ROWS = 16
 
-# As in gemm_decode_stage.cuh.
+# As in gemm_decode_stage.cuh and gemm_decode_lanes.cuh.
 _WARPS = 8
+_RING = 4  # slots of a warp
+_SCALES = 128  # bytes of scales of a slot
+_STEPS = {2: 6, 1: 8, 0.5: 4}  # of a slot, at the most; by the bytes of a weight
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _CLUSTER = 100  # what another block of a cluster costs, in units of the estimate
 _ALONE = 130  # what a block costs that leaves no memory for one of the next launch
-_LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks
+_TWO_BLOCKS = 1 << 60  # bytes of weights from which on an SM gets two blocks
 _SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
 _STATIC = 2048  # shared memory that is not dynamic, and what the driver takes
@@ -34,14 +37,14 @@ _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _CONSTANT, _SIGNED, _BY_ROW = 1, 2, 4, 8
 
 KERNEL = Kernel(
-    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
+    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math QUADS", max_registers=160, tier="serve",
     args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
     "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
     "factor:f64",
     variants=[
-        (codes or math, math, tokens)
-        for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
+        (codes or math, math, quads)
+        for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for quads in (1, 4)
     ],
 )  # fmt: skip
 KERNELS = (KERNEL,)
@@ -113,7 +116,7 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
     """
     octets = -(-p.n // (4 if p.gate else 8))
     granules, granule = _steps_of(p)
-    if p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
+    if p.n * p.k * BYTES[p.b.token] >= _TWO_BLOCKS:
         sms *= 2
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):
@@ -124,15 +127,18 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
             own_granules = -(-granules // parts)
             per_octet = -(-own_granules // along_k) * granule
-            slots = -(-per_octet // (4 if BYTES[p.b.token] < 1 else 6))
             rounds = -(-own // along_rows)
-            balanced = -(-per_octet // slots)
-            steps = -(-balanced // granule) * granule
-            shared = _shared(p, own, own_granules * granule, row_shift, parts, normed)
             limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
-            if shared > limit:
+            most = granule * -(-_STEPS[BYTES[p.b.token]] // granule)
+            sizes = {steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
+                     for steps in range(most, 0, -granule)}  # fmt: skip
+            fits = [steps for steps, size in sizes.items() if size <= half] or [s for s, size in sizes.items() if size <= limit]
+            if not fits:
                 continue
-            time = _WARPS * rounds * (per_octet + slots) + 12 * -(-own // _together(p.m, along_k, own))
+            slots = -(-per_octet // fits[0])
+            steps = granule * -(-(-(-per_octet // slots)) // granule)
+            shared = sizes[steps]
+            time = _WARPS * rounds * (per_octet + slots) + (12 if parts == 1 else 60) * -(-own // _together(p.m, along_k, own))
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
             found.append((time, Shape(parts, own, row_shift, steps, shared)))
     return min(found)[1] if found else None
@@ -143,13 +149,16 @@ def _together(m: int, along_k: int, octets: int) -> int:
     return min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets, 32)
 
 
-def _shared(p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool) -> int:
+def _shared(
+    p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool, slot_steps: int
+) -> int:  # fmt: skip
     """Return the bytes of shared memory of a block."""
     row = steps * int(128 / BYTES[p.b.token])
     along_k = _WARPS >> row_shift
     together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    return p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
+    rings = _WARPS * _RING * (512 * slot_steps + _SCALES * _varies(p.scale_b, p.k))
+    return rings + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
 def steps(product: Product, device: int) -> Steps:
@@ -182,7 +191,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
     along_k = _WARPS >> shape.row_shift
     launch = KERNEL.bind(
-        (_CODES[p.b.token], p.a.token, 2 if p.m > 8 else 1),
+        (_CODES[p.b.token], p.a.token, 4 if p.m > 4 else 1),
         device,
         (shape.parts, -(-octets // shape.octets)),
         32 * _WARPS,
