@@ -132,13 +132,17 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             most = granule * -(-_STEPS[BYTES[p.b.token]] // granule)
             sizes = {steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
                      for steps in range(most, 0, -granule)}  # fmt: skip
-            fits = [steps for steps, size in sizes.items() if size <= half] or [s for s, size in sizes.items() if size <= limit]
+            fits = [steps for steps, size in sizes.items() if size <= half] or [
+                s for s, size in sizes.items() if size <= limit
+            ]
             if not fits:
                 continue
             slots = -(-per_octet // fits[0])
             steps = granule * -(-(-(-per_octet // slots)) // granule)
             shared = sizes[steps]
-            time = _WARPS * rounds * (per_octet + slots) + (12 if parts == 1 else 60) * -(-own // _together(p.m, along_k, own))
+            time = _WARPS * rounds * (per_octet + slots) + (12 if parts == 1 else 60) * -(
+                -own // _together(p.m, along_k, own)
+            )
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
             found.append((time, Shape(parts, own, row_shift, steps, shared)))
     return min(found)[1] if found else None
