@@ -2,8 +2,8 @@
 
 ``python -m bench e2e infer --rows --seconds 300 --out FILE --continue`` measures what FILE does not have until the time
 is over, so that the table can be filled in parts. Without ``--out``, rows are only printed. A row is a model, an arm, a
-prompt length and a batch size; every model and arm is a process of its own. With ``--together``, six of them prepare and
-compile at once, and measure one after the other. "hf_compile" is transformers with a static cache and
+prompt length and a batch size; every model and arm is a process of its own. With ``--together``, six of them prepare
+and compile at once, and measure one after the other. "hf_compile" is transformers with a static cache and
 ``torch.compile(mode="reduce-overhead")``; "generate" is a patched model, "generate_fp8" one of
 ``serve_fp8(head=True)``.
 

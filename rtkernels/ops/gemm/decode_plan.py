@@ -118,6 +118,7 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
     granules, granule = _steps_of(p)
     if p.n * p.k * BYTES[p.b.token] >= _TWO_BLOCKS:
         sms *= 2
+    limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):
         if parts > granules or (parts > 2 and found):  # clusters of four leave SMs without a block
@@ -128,21 +129,18 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             own_granules = -(-granules // parts)
             per_octet = -(-own_granules // along_k) * granule
             rounds = -(-own // along_rows)
-            limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
-            most = granule * -(-_STEPS[BYTES[p.b.token]] // granule)
-            sizes = {steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
-                     for steps in range(most, 0, -granule)}  # fmt: skip
-            fits = [steps for steps, size in sizes.items() if size <= half] or [
-                s for s, size in sizes.items() if size <= limit
-            ]
-            if not fits:
+            sizes = {
+                steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
+                for steps in range(_STEPS[BYTES[p.b.token]], 0, -granule)
+            }
+            most = next((steps for room in (half, limit) for steps, size in sizes.items() if size <= room), None)
+            if most is None:
                 continue
-            slots = -(-per_octet // fits[0])
-            steps = granule * -(-(-(-per_octet // slots)) // granule)
-            shared = sizes[steps]
-            time = _WARPS * rounds * (per_octet + slots) + (12 if parts == 1 else 60) * -(
-                -own // _together(p.m, along_k, own)
-            )
+            slots = -(-per_octet // most)
+            balanced = -(-per_octet // slots)
+            steps = -(-balanced // granule) * granule
+            shared, passes = sizes[steps], -(-own // _together(p.m, along_k, own))
+            time = _WARPS * rounds * (per_octet + slots) + (12 if parts == 1 else 60) * passes
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
             found.append((time, Shape(parts, own, row_shift, steps, shared)))
     return min(found)[1] if found else None

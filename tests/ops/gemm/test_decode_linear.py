@@ -113,7 +113,7 @@ def test_passes_that_are_no_multiple_of_the_warps_along_rows(monkeypatch: pytest
     own = decode_plan._shape
 
     def shape(*given):
-        return own(*given)._replace(octets=30, row_shift=1, shared=65536)
+        return own(*given)._replace(octets=30, row_shift=1, shared=200000)
 
     monkeypatch.setattr(decode_plan, "_shape", shape)
     monkeypatch.setattr(decode_plan, "_together", lambda m, along_k, octets: 7)
