@@ -3,60 +3,39 @@
 // rms_norm(x) in the type of x. fp32 sums, rounded once.
 //
 // A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
-// warps are spread along octets, the others along k. Every warp streams its weights through a ring in shared memory
-// (gemm_decode_lanes.cuh); all activations of the block's k stay there. Octets are finished in passes of `pass_octets`: sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of
+// warps are spread along octets, the others along k. Every warp loads its weights into registers, two slots of up to
+// `slot_steps` steps by turns (gemm_decode_stage.cuh); all activations of the block's k stay in shared memory. Octets are finished in passes of
+// `pass_octets`: sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of
 // k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
 //
 // Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
-// kConstantWeights, rings are filled without waiting for it, so that memory is busy while the block waits.
+// kConstantWeights, weights are loaded at once, without waiting for it, two slots of each warp, so that memory is busy while
+// the block waits.
 //
-// Shared memory: rings [8][4 slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m][8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
+// Shared memory: activations [m][pitch], norm weight, sums [warps along k][pass_octets][m]
+// [8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
 // cannot load its weights before this one ends.
-#include "gemm/gemm_decode_lanes.cuh"
 #include "gemm/gemm_decode_rows.cuh"
-#include "gemm/gemm_skinny_finish.cuh"
+#include "gemm/gemm_decode_stage.cuh"
+#include "gemm/gemm_decode_terms.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
 
-inline constexpr i64 kDecodeGated = 1, kConstantWeights = 2, kSignedCodes = 4, kScaleByRow = 8;
-
-// What a sum is multiplied by, and what is added to it: first to the sum, then to the result.
-struct DecodeTerms {
-    float scale, bias, residual;
-};
-
-// Not inlined, like the activation below: rare code amid the common path takes long to fetch.
-__device__ __noinline__ DecodeTerms decode_terms(const float* scale, const void* bias, const void* residual, i64 scale_at,
-                                                 int row, i64 at, int types) {
-    DecodeTerms terms = {1.0f, 0.0f, 0.0f};
-    if (scale != nullptr) terms.scale = scale[scale_at];
-    if (bias != nullptr) terms.bias = skinny_load(bias, row, types & 15);
-    if (residual != nullptr) terms.residual = skinny_load(residual, at, types >> 4 & 15);
-    return terms;
-}
-
-RTK_DEVICE float decode_number(u32 bits, int type) {
-    if (type == kTypeFp32) return __uint_as_float(bits);
-    return type == kTypeBf16 ? __uint_as_float(bits << 16) : ptx::cvt_f16_to_f32(static_cast<u16>(bits));
-}
-
-__device__ __noinline__ float decode_activation(float x, int act) { return skinny_activation(x, act); }
-
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
 // each, `groups` of them, 0 if one serves all of k. `slot_steps` is even for 8-bit codes.
-template <typename Codes, typename Math, int QUADS>
-__global__ void __launch_bounds__(32 * kDecodeWarps, 2)
+template <typename Codes, typename Math, int TOKENS>
+__global__ void __launch_bounds__(32 * kDecodeWarps, TOKENS == 1 ? 2 : 1)
     gemm_decode(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
                 i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
                 i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps, double offset,
                 double factor) {
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ float squares[16 * 8], peaks[16 * 8], units[16];
-    using Warp = DecodeLanes<Codes, Math, QUADS>;
-    using Rows = DecodeRows<Math, Warp>;
+    __shared__ float squares[16 * 8];
+    using Warp = DecodeWarp<Codes, Math, TOKENS>;
+    using Rows = DecodeRows<Math, Warp::kParts>;
     const int octet_sums = 8 * static_cast<int>(m_);
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
     const bool gated = (flags & kDecodeGated) != 0, scaled = Warp::kParts > 1 && groups != 0;
@@ -85,36 +64,31 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     const int end = min((block_begin + (block_granules * (warp_k + 1) >> k_shift)) * kGranule, all_steps);
 
     const int slot_steps = static_cast<int>(slot_steps_);
-    const int slot_bytes = DecodeSlots<Warp>::bytes_of(slot_steps, scaled), ring_bytes = kDecodeRing * slot_bytes;
-    u8* const own_ring = memory + warp * ring_bytes;
-    const DecodeSlots<Warp> ring = {ptx::shared_address(own_ring) + lane * 16,
-                                    reinterpret_cast<float*>(own_ring + 512 * slot_steps) + g * kSlotGroups, slot_steps, slot_bytes, scaled};
-    u8* const x_in_shared = memory + kDecodeWarps * ring_bytes;
+    const ptx::SharedAddress base = ptx::shared_address(memory);
     const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
     const int row_bytes = steps * (2 * Warp::kDepth);
     // Of the block with the most steps: blocks of a cluster write to each other, so that all have the same layout.
     const int room = (granules + parts - 1 >> parts_shift) * kGranule * (2 * Warp::kDepth);
     const int pitch = (room + 127 & ~127) + 64;
-    u8* const norm_in_shared = x_in_shared + m * pitch;
-    const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, ptx::shared_address(x_in_shared), pitch,
-                       norm_weight != nullptr ? norm_in_shared : nullptr, static_cast<float>(offset), static_cast<float>(eps)};
+    const Rows rows = {x, x_pitch, m, k, first_step * (Warp::kDepth / 8), row_bytes / 16, base, pitch};
+    u8* const norm_in_shared = memory + m * pitch;
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? room : 0));
     float* const received = sums + along_k * pass_octets * octet_sums;
 
+    DecodeSlot<Warp> slots[2];
     int load_octet = warp_row, load_at = begin;
-    auto fetch = [&](int slot) {
+    auto load = [&](DecodeSlot<Warp>& slot) {
         if (load_octet < octets && begin < end) {
-            ring.fetch(weights, slot, lane, first_octet + load_octet, load_at, min(slot_steps, end - load_at));
+            slot.load(weights, lane, first_octet + load_octet, load_at, min(slot_steps, end - load_at));
             load_at += slot_steps;
             if (load_at >= end) load_at = begin, load_octet += 1 << row_shift;
         }
-        ptx::cp_async_commit();
     };
     const bool constant = (flags & kConstantWeights) != 0;
     if (!constant) ptx::wait_for_previous();
     ptx::launch_dependents();
-#pragma unroll 1
-    for (int slot = 0; slot < kDecodeRing; ++slot) fetch(slot);
+    load(slots[0]);
+    load(slots[1]);
     if (norm_weight != nullptr) {
 #pragma unroll 1
         for (int v = threadIdx.x; v < rows.vectors; v += 32 * kDecodeWarps) {
@@ -133,30 +107,40 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     // Element i of a pass is row i % 8 of octet i / 8. 
     const int first_row = row_of(first_octet + share.element / 8, share.element % 8);
     const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
-    if (parts > 1) {
-        ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
-    } else if (norm_weight != nullptr) {
-        __syncthreads();
-    }
+    if (parts > 1) ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
     if (constant) ptx::wait_for_previous();
 
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    rows.copy(share, squares, peaks);
-    if (Rows::kMoved || norm_weight != nullptr) {
+    rows.copy(share, norm_weight != nullptr ? squares : nullptr);
+    if (norm_weight != nullptr) {
         __syncthreads();
-        rows.finish(share, squares, peaks, units);
+        rows.normalize(share, squares, ptx::shared_address(norm_in_shared), static_cast<float>(offset), static_cast<float>(eps));
     }
     __syncthreads();
 
-    ptx::SharedAddress own_x[QUADS];
-#pragma unroll
-    for (int q = 0; q < QUADS; ++q) own_x[q] = rows.to + (min(4 * q + g / 2, m - 1) * pitch + Rows::lane_place(g, t));
-    int octet = warp_row, at = begin, slot = 0;  // of the next slot
+    const ptx::SharedAddress own_x = base + (min(g, m - 1) * pitch + t * 16);
+    const ptx::SharedAddress high_x = base + (min(g + 8, m - 1) * pitch + t * 16);
+    int octet = warp_row, at = begin;  // of the next slot
     Warp own;
     own.clear();
 #pragma unroll 1
     for (int first = 0; first < octets; first += pass_octets) {
         const int here = min(pass_octets, octets - first);  // octets of this pass
+        auto multiply = [&](DecodeSlot<Warp>& slot) {
+            const int x_at = (at - first_step) * (2 * Warp::kDepth);
+            slot.multiply(own, options, scaled, min(slot_steps, end - at), t, own_x + x_at, high_x + x_at);
+            load(slot);
+            at += slot_steps;
+            if (at < end) return;
+            if (!scaled) own.promote(make_float2(1.0f, 1.0f));
+            own.settle_flags(t);
+            float* to = sums + (warp_k * pass_octets + octet - first) * octet_sums + g * 8 + 2 * t;
+            if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
+            if constexpr (TOKENS == 2)
+                if (g + 8 < m) *reinterpret_cast<float2*>(to + 64) = make_float2(own.total[2], own.total[3]);
+            own.clear();
+            at = begin, octet += 1 << row_shift;
+        };
         if (begin >= end) {  // no k for this warp
 #pragma unroll 1
             for (; octet < first + here; octet += 1 << row_shift) {
@@ -167,22 +151,14 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         }
 #pragma unroll 1
         while (octet < first + here) {
-            ptx::cp_async_wait<kDecodeRing - 1>();
-            __syncwarp();
-            ring.multiply(own, options, slot, min(slot_steps, end - at), own_x, (at - first_step) * (2 * Warp::kDepth));
-            __syncwarp();
-            fetch(slot);
-            slot = (slot + 1) % kDecodeRing;
-            at += slot_steps;
-            if (at < end) continue;
-            if (!scaled) own.promote(1.0f);
-            own.settle_flags(g);
-            float* const to = sums + (warp_k * pass_octets + octet - first) * octet_sums + g;
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q)
-                if (4 * q + t < m) to[(4 * q + t) * 8] = own.total[q];
-            own.clear();
-            at = begin, octet += 1 << row_shift;
+            multiply(slots[0]);
+            if (octet >= first + here) {
+                const DecodeSlot<Warp> later = slots[1];
+                slots[1] = slots[0];
+                slots[0] = later;
+                break;
+            }
+            multiply(slots[1]);
         }
         u32 first_residual = 0u;  // of a thread's first element: loaded before the barrier, converted behind it
         if (first == 0 && residual != nullptr && share.token < m && first_row < n) {
@@ -193,7 +169,6 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
             float sum = 0.0f;
 #pragma unroll 4
             for (int w = 0; w < along_k; ++w) sum += sums[(w * pass_octets + octet) * octet_sums + place];
-            if constexpr (Rows::kMoved) sum *= units[place / 8];
             return sum;
         };
         const int finished = pass_octets + parts - 1 >> parts_shift;  // octets that a block finishes: every `parts`th

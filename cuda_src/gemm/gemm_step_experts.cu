@@ -5,16 +5,16 @@
 // sums, rounded once each. Numbers of experts outside of [0, experts) choose none. Expects at most 64 pairs.
 //
 // Every block lists the distinct experts in the order of their first pair. The items of a launch are octets (see
-// gemm_decode_lanes.cuh) of each expert's weights, DOWN: of the results, over all experts; blocks share them evenly. A
+// gemm_decode_stage.cuh) of each expert's weights, DOWN: of the results, over all experts; blocks share them evenly. A
 // unit is up to `chunk` steps of one expert's k; the units of an item are dealt to the 8 warps, each of which streams them
 // through its own ring. All tokens multiply the weights of an expert, and those that did not choose it are dropped.
 // Sums of warps are added in their order.
 //
 // Shared memory: rings [8][ring slots], activations [m][pitch] (DOWN: [pairs and zeros][pitch]), norm weight, sums
 // [8][pass_items][m][8].
-#include "gemm/gemm_decode_lanes.cuh"
 #include "gemm/gemm_decode_ring.cuh"
 #include "gemm/gemm_decode_rows.cuh"
+#include "gemm/gemm_decode_stage.cuh"
 #include "gemm/gemm_skinny_finish.cuh"
 #include "ptx/pdl.cuh"
 
@@ -93,9 +93,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 1)
     __shared__ float squares[16 * 8];
     __shared__ u64 barriers[kDecodeWarps * kDecodeMaxRing];
     __shared__ StepExperts step;
-    constexpr int kQuads = kStepTokens / 4;
-    using Warp = DecodeLanes<Math, Math, kQuads>;
-    using Rows = DecodeRows<Math, Warp>;
+    using Warp = DecodeWarp<Math, Math, 1>;
+    using Rows = DecodeRows<Math, 1>;
     constexpr int kType = is_same<Math, bf16>::value ? kTypeBf16 : kTypeFp16;
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), top_k = static_cast<int>(top_k_), pairs = m * top_k;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -108,9 +107,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 1)
                        static_cast<int>(ring_), (flags & kStepByTma) != 0, false};
     const int rings = kDecodeWarps * own_ring, row_bytes = all_steps * (2 * Warp::kDepth), pitch = (row_bytes + 127 & ~127) + 64;
     const int kept = DOWN ? pairs : m;
+    const Rows rows = {x, x_pitch, kept, k, 0, row_bytes / 16, base + rings, pitch};
     u8* const norm_in_shared = memory + rings + (DOWN ? pairs + 1 : m) * pitch;
-    const Rows rows = {x, x_pitch, kept, k, 0, row_bytes / 16, base + rings, pitch,
-                       norm_weight != nullptr ? norm_in_shared : nullptr, static_cast<float>(offset), static_cast<float>(eps)};
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? row_bytes : 0));
 
     ring.open(lane);
@@ -161,15 +159,15 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 1)
             for (int v = lane; v < rows.vectors; v += 32) {
                 Raw<16> raw = {};
                 if (8 * v < k) raw = decode_load(x + p * x_pitch + v * 16);
-                rows.put(rows.to + (p * pitch + rows.place(v)), raw);
+                ptx::st_shared_16(rows.to + (p * pitch + v * 16), raw);
             }
         }
     } else {
         const DecodeShare share(m);
-        rows.copy(share, squares, nullptr);
+        rows.copy(share, norm_weight != nullptr ? squares : nullptr);
         if (norm_weight != nullptr) {
             __syncthreads();
-            rows.finish(share, squares, nullptr, nullptr);
+            rows.normalize(share, squares, ptx::shared_address(norm_in_shared), static_cast<float>(offset), static_cast<float>(eps));
         }
     }
     __syncthreads();
@@ -187,41 +185,30 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 1)
 #pragma unroll 1
             for (int u = warp; u < units; u += kDecodeWarps) {
                 const int e = DOWN ? u / chunks : 0, c = DOWN ? u % chunks : u;
-                ptx::SharedAddress own_x[kQuads];
-#pragma unroll
-                for (int q = 0; q < kQuads; ++q) {
-                    const int token = 4 * q + g / 2;
-                    int row = min(token, m - 1);
-                    if constexpr (DOWN) {
-                        row = token < m ? step.pair[e][token] : -1;
-                        if (row < 0) row = pairs;
-                    }
-                    own_x[q] = rows.to + (row * pitch + Rows::lane_place(g, t));
+                int row = min(g, m - 1);
+                bool exists = true;
+                float factor = 1.0f;
+                if constexpr (DOWN) {
+                    row = g < m ? step.pair[e][g] : -1;
+                    exists = row >= 0;
+                    factor = exists ? step.prob[e][g] : 0.0f;
+                    if (!exists) row = pairs;
                 }
+                const ptx::SharedAddress own_x = base + (rings + row * pitch + t * 16 + c * chunk * (2 * Warp::kDepth));
                 ring.wait();
                 const ptx::SharedAddress now = ring.slots + ring.slot * slot_bytes;
                 const int count = min(chunk, all_steps - c * chunk);
 #pragma unroll 2
                 for (int s = 0; s < count; ++s)
-                    own.template steps<1, 64>(options, now + (own_row + 64 * s), own_x, (c * chunk + s) * (2 * Warp::kDepth));
-                if constexpr (DOWN) {
-#pragma unroll
-                    for (int q = 0; q < kQuads; ++q) {  // zeros times weights that are not finite are dropped
-                        const int token = 4 * q + t;
-                        if (token < m && step.pair[e][token] >= 0) own.total[q] = fmaf(own.sum(q), step.prob[e][token], own.total[q]);
-                    }
-                    own.clear_part();
-                } else {
-                    own.promote(1.0f);
-                }
+                    own.step(options, ptx::ld_shared_16(now + (own_row + 64 * s)), own_x + s * (2 * Warp::kDepth), own_x);
+                if (exists) own.promote(make_float2(factor, factor));
+                if (DOWN) own.drop();  // zeros times weights that are not finite
                 __syncwarp();
                 fetch(ring.slot);
                 ring.next();
             }
-            float* const to = sums + (warp * pass_items + i) * octet_sums + g;
-#pragma unroll
-            for (int q = 0; q < kQuads; ++q)
-                if (4 * q + t < m) to[(4 * q + t) * 8] = own.total[q];
+            float* to = sums + (warp * pass_items + i) * octet_sums + g * 8 + 2 * t;
+            if (g < m) *reinterpret_cast<float2*>(to) = make_float2(own.total[0], own.total[1]);
         }
         __syncthreads();
         // The whole warp calls this: lanes of a gate get the other factor from lanes of its counterpart.

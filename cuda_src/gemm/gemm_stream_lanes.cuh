@@ -1,4 +1,4 @@
-// Weights and products of a warp in decoding steps (gemm_decode.cu).
+// Weights and products of a warp in decoding steps (gemm_stream.cu).
 //
 // An octet is eight weight rows (gated: four of the gate and their counterparts), a step 64 bytes of each. Lane 4g + t of
 // a step has the 16 bytes t of row g. It copies them into its warp's ring in shared memory and is the only one to read
@@ -17,97 +17,115 @@
 
 namespace rtk {
 
-inline constexpr int kDecodeRing = 4;  // slots of a warp
+inline constexpr int kStreamRing = 4;  // slots of a warp
 inline constexpr int kSlotGroups = 4;  // groups of 128 of k in a slot, at the most
 
 template <typename Codes, typename Math>
-struct DecodeOperand {  // what the tensor cores multiply: codes are fp16
+struct StreamOperand {  // what the tensor cores multiply: codes are fp16
     using Type = fp16;
 };
 template <typename Math>
-struct DecodeOperand<Math, Math> {
+struct StreamOperand<Math, Math> {
     using Type = Math;
+};
+
+template <int N>
+struct Size {
+    static constexpr int value = N;
 };
 
 // QUADS: of tokens.
 template <typename Codes, typename Math, int QUADS>
-struct DecodeLanes {
-    using Operand = typename DecodeOperand<Codes, Math>::Type;
+struct StreamLanes {
+    using Operand = typename StreamOperand<Codes, Math>::Type;
     using Weights = WeightCodes<Codes, Operand>;
     static constexpr bool kCodes = Weights::kBits < 16;
     static constexpr int kParts = 16 / Weights::kBits;  // of eight weights, that a lane has of a step
     static constexpr int kDepth = 32 * kParts;          // of k, in a step
     static constexpr int kGroupSteps = 128 / kDepth;    // that share a scale along k
-    static constexpr int kChains = QUADS == 1 ? 2 : 1;  // of products that depend on each other
+    static constexpr int kChains = kCodes ? 2 : QUADS == 1 ? 3 : 2;  // of products that depend on each other
+    using Sums = float[kChains][QUADS][4];
 
-    float part[kChains][QUADS][4], total[QUADS];
+    Sums part;  // 16-bit weights: of all steps
+    float total[QUADS];
     u32 flags;
 
-    RTK_DEVICE void clear_part() {
+    RTK_DEVICE static void clear(Sums& sums) {
 #pragma unroll
         for (int c = 0; c < kChains; ++c)
 #pragma unroll
             for (int q = 0; q < QUADS; ++q)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) part[c][q][i] = 0.0f;
+                for (int i = 0; i < 4; ++i) sums[c][q][i] = 0.0f;
     }
 
     RTK_DEVICE void clear() {
         flags = 0u;
-        clear_part();
+        clear(part);
 #pragma unroll
         for (int q = 0; q < QUADS; ++q) total[q] = 0.0f;
     }
 
-    // Products of COUNT steps. `weights`: this lane's vector of the first one, STRIDE bytes before that of the second
-    // one; x[q] + x_at: its activations of quad q.
-    template <int COUNT, int STRIDE = 512>
-    RTK_DEVICE void steps(const CodeOptions& options, ptx::SharedAddress weights, const ptx::SharedAddress (&x)[QUADS], int x_at) {
-        Raw<16> raw[COUNT];
+    RTK_DEVICE void add(const Sums& sums, float scale) {
 #pragma unroll
-        for (int s = 0; s < COUNT; ++s) raw[s] = ptx::ld_shared_16(weights + STRIDE * s);
+        for (int q = 0; q < QUADS; ++q) {
+            float sum = 0.0f;
 #pragma unroll
-        for (int s = 0; s < COUNT; ++s) {
-            u32 pair[kParts][4];
-            if constexpr (kParts == 1) Weights::pairs(raw[s], 0u, options, pair[0]);
-#pragma unroll
-            for (int j = 0; j < kParts; ++j) {
-                if constexpr (kParts == 2) {
-                    const Raw<8> codes = {{raw[s].w[2 * j], raw[s].w[2 * j + 1]}};
-                    if constexpr (Weights::kFlagged) flags = Weights::flag(flags, codes);
-                    Weights::pairs(codes, 0u, options, pair[j]);
-                } else if constexpr (kParts == 4) {
-                    Weights::pairs(Raw<4>{{raw[s].w[j]}}, 0u, options, pair[j]);
-                }
-            }
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                const ptx::SharedAddress at = x[q] + (x_at + s * (2 * kDepth));
-                if constexpr (kParts == 1) {
-                    const Raw<8> b = ptx::ld_shared_8(at);
-                    mma_pair<Operand>(part[s % kChains][q], pair[0], {b.w[0], b.w[1]});
-                } else {
-#pragma unroll
-                    for (int j = 0; j < kParts; j += 2) {
-                        const Raw<16> b = ptx::ld_shared_16(at + j * 64);
-                        mma_pair<Operand>(part[0][q], pair[j], {b.w[0], b.w[1]});
-                        mma_pair<Operand>(part[kChains - 1][q], pair[j + 1], {b.w[2], b.w[3]});
-                    }
-                }
-            }
+            for (int c = 0; c < kChains; ++c) sum += sums[c][q][0] + sums[c][q][3];
+            total[q] = fmaf(sum, scale, total[q]);
         }
     }
 
-    // Adds the sums of a group, times its scale.
-    RTK_DEVICE void promote(float scale) {
+    // Products of COUNT steps. `weights`: this lane's vector of the first one; x[q] + x_at: its activations of quad q;
+    // `scale`: of the first group of codes, null for 1.
+    template <int COUNT>
+    RTK_DEVICE void steps(const CodeOptions& options, ptx::SharedAddress weights, const ptx::SharedAddress (&x)[QUADS], int x_at,
+                          const float* scale) {
+        constexpr int kGroups = (COUNT + kGroupSteps - 1) / kGroupSteps;
+        Raw<16> raw[COUNT];
 #pragma unroll
-        for (int q = 0; q < QUADS; ++q) total[q] = fmaf(sum(q), scale, total[q]);
-        clear_part();
+        for (int s = 0; s < COUNT; ++s) raw[s] = ptx::ld_shared_16(weights + 512 * s);
+        if constexpr (!kCodes) {
+#pragma unroll
+            for (int s = 0; s < COUNT; ++s)
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) {
+                    const Raw<8> b = ptx::ld_shared_8(x[q] + (x_at + s * (2 * kDepth)));
+                    mma_pair<Operand>(part[s % kChains][q], raw[s].w, {b.w[0], b.w[1]});
+                }
+        } else {
+            Sums sums[kGroups];
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) clear(sums[i]);
+#pragma unroll
+            for (int s = 0; s < COUNT; ++s) {
+                u32 pair[kParts][4];
+#pragma unroll
+                for (int j = 0; j < kParts; ++j) {
+                    if constexpr (kParts == 2) {
+                        const Raw<8> codes = {{raw[s].w[2 * j], raw[s].w[2 * j + 1]}};
+                        if constexpr (Weights::kFlagged) flags = Weights::flag(flags, codes);
+                        Weights::pairs(codes, 0u, options, pair[j]);
+                    } else {
+                        Weights::pairs(Raw<4>{{raw[s].w[j]}}, 0u, options, pair[j]);
+                    }
+                }
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q)
+#pragma unroll
+                    for (int j = 0; j < kParts; j += 2) {
+                        const Raw<16> b = ptx::ld_shared_16(x[q] + (x_at + s * (2 * kDepth) + j * 64));
+                        mma_pair<Operand>(sums[s / kGroupSteps][0][q], pair[j], {b.w[0], b.w[1]});
+                        mma_pair<Operand>(sums[s / kGroupSteps][1][q], pair[j + 1], {b.w[2], b.w[3]});
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) add(sums[i], scale != nullptr ? scale[i] : 1.0f);
+        }
     }
-    RTK_DEVICE float sum(int q) const {
-        float both = part[0][q][0] + part[0][q][3];
-        if constexpr (kChains == 2) both += part[1][q][0] + part[1][q][3];
-        return both;
+
+    RTK_DEVICE void finish() {
+        if constexpr (!kCodes) add(part, 1.0f);
     }
 
     // NaN for rows with a NaN weight that the conversion does not preserve.
@@ -124,12 +142,12 @@ struct DecodeLanes {
 
 // The ring of a warp.
 template <typename Lanes>
-struct DecodeSlots {
+struct StreamSlots {
     ptx::SharedAddress own;      // of this lane, in slot 0
     float* scales;               // of this lane's row, in slot 0
     int slot_steps, slot_bytes;  // of a slot
     bool scaled;
-    static constexpr int kTogether = Lanes::kParts == 4 ? 1 : 2;  // steps: a group of codes of 8 bits, whose scale they share
+    static constexpr int kMany = Lanes::kParts == 4 ? 2 : 6;  // steps at a time
 
     RTK_DEVICE static int bytes_of(int steps, bool scaled) { return 512 * steps + (scaled ? 32 * kSlotGroups : 0); }
 
@@ -139,7 +157,7 @@ struct DecodeSlots {
         const u8* source = from.data + from.row(octet, lane / 4) * from.pitch + at;
         const int limit = static_cast<int>(from.row_bytes) - at;
         ptx::SharedAddress to = own + slot * slot_bytes;
-#pragma unroll 2
+#pragma unroll 3
         for (int s = 0; s < count; ++s, to += 512, source += 64) ptx::cp_async_16_stream(to, source, 64 * s < limit ? 16 : 0);
         if constexpr (Lanes::kCodes) {
             if (scaled) {
@@ -156,18 +174,17 @@ struct DecodeSlots {
                              int x_at) const {
         const ptx::SharedAddress weights = own + slot * slot_bytes;
         const float* const scale = scales + slot * slot_bytes / 4;
+        int s = 0;
+        auto next = [&](auto size) {
+            constexpr int kCount = decltype(size)::value;
 #pragma unroll 1
-        for (int s = 0; s < count; s += kTogether) {
-            const int at = x_at + s * (2 * Lanes::kDepth);
-            if (s + kTogether <= count) {
-                sums.template steps<kTogether>(options, weights + 512 * s, x, at);
-            } else {
-                sums.template steps<1>(options, weights + 512 * s, x, at);
-            }
-            if constexpr (Lanes::kCodes) {
-                if (scaled) sums.promote(scale[s / Lanes::kGroupSteps]);
-            }
-        }
+            for (; s + kCount <= count; s += kCount)
+                sums.template steps<kCount>(options, weights + 512 * s, x, x_at + s * (2 * Lanes::kDepth),
+                                            scaled ? scale + s / Lanes::kGroupSteps : nullptr);
+        };
+        next(Size<kMany>{});
+        if constexpr (kMany > 2) next(Size<2>{});
+        next(Size<1>{});
     }
 };
 
