@@ -43,17 +43,14 @@ _ARGS = (
     "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
     "factor:f64"
 )
-_VARIANTS = [
-    (codes or math, math, tokens)
-    for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
-]  # fmt: skip
+_TYPES_OF = [(codes or math, math) for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16]
 KERNEL = Kernel(
     "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve", args=_ARGS,
-    variants=_VARIANTS,
+    variants=[(*types, tokens) for types in _TYPES_OF for tokens in (1, 2)],
 )  # fmt: skip
 STREAM = Kernel(
     "gemm/gemm_stream.cu", "gemm_stream", template="Codes Math QUADS", max_registers=128, tier="serve", args=_ARGS,
-    variants=_VARIANTS,
+    variants=[(*types, 1) for types in _TYPES_OF],
 )  # fmt: skip
 KERNELS = (KERNEL, STREAM)
 

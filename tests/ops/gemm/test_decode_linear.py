@@ -295,7 +295,7 @@ def emulated_coverage() -> None:
         with rtkernels.emulate(target):
             for name in ("16bit", "e4m3_row", "int8_row", "int4_group"):
                 for dtype in (BF16, FP16):
-                    for m in (1, 9):
+                    for m in (1, 8, 9):
                         FORWARD.call(*case(name, m, 8, 64, dtype)[0])
             for name in ("16bit", "e4m3_row"):
                 FORWARD.call(*case(name, 9, 8, 64)[0])
