@@ -4,14 +4,16 @@
 //
 // A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
 // warps are spread along octets, the others along k. Every warp streams its weights through a ring in shared memory
-// (gemm_stream_lanes.cuh); all activations of the block's k stay there. Octets are finished in passes of `pass_octets`: sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of
-// k, so that results do not depend on timing. The copies of the next pass continue meanwhile.
+// (gemm_stream_lanes.cuh); all activations of the block's k stay there. Octets are finished in passes of `pass_octets`:
+// sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of k, so that
+// results do not depend on timing. The copies of the next pass continue meanwhile.
 //
 // Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
 // kConstantWeights, rings are filled without waiting for it, so that memory is busy while the block waits.
 //
-// Shared memory: rings [8][4 slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m][8], sums of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch
-// cannot load its weights before this one ends.
+// Shared memory: rings [8][4 slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m][8], sums
+// of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch cannot load
+// its weights before this one ends.
 #include "gemm/gemm_decode_terms.cuh"
 #include "gemm/gemm_stream_lanes.cuh"
 #include "gemm/gemm_stream_rows.cuh"

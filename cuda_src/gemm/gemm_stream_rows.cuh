@@ -34,8 +34,8 @@ struct StreamRows {
         ptx::st_shared_8(at + kOdd, {{raw.w[1], raw.w[3]}});
     }
     RTK_DEVICE static Raw<16> get(ptx::SharedAddress at) {
-        const Raw<8> even = ptx::ld_shared_8(at), odd = ptx::ld_shared_8(at + kOdd);
-        return {{even.w[0], odd.w[0], even.w[1], odd.w[1]}};
+        const Raw<8> first_words = ptx::ld_shared_8(at), second_words = ptx::ld_shared_8(at + kOdd);
+        return {{first_words.w[0], second_words.w[0], first_words.w[1], second_words.w[1]}};
     }
 
     // Copies the block's part. For a norm, reads whole rows and stores sums of their squares; stores the largest

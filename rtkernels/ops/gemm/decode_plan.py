@@ -1,4 +1,4 @@
-"""Products of decoding steps, up to 16 rows whose weights are read once: kernel record and launches.
+"""Products of decoding steps, up to 16 rows whose weights are read once: kernel records and launches.
 
 A backend of ``product``: 16-bit activations, weights of 16, 8 or 4 bits, every target from sm_80 on. The op
 ``decode_linear`` adds a norm in front.
@@ -138,10 +138,10 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
                 steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
                 for steps in range(_slot_steps(p), 0, -granule)
             }
-            most = next((steps for room in (half, limit) for steps, size in sizes.items() if size <= room), None)
-            if most is None:
+            longest = next((steps for room in (half, limit) for steps, size in sizes.items() if size <= room), None)
+            if longest is None:
                 continue
-            slots = -(-per_octet // most)
+            slots = -(-per_octet // longest)
             balanced = -(-per_octet // slots)
             steps = -(-balanced // granule) * granule
             shared, passes = sizes[steps], -(-own // _together(p.m, along_k, own))
