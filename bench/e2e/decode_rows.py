@@ -1,9 +1,9 @@
 """``generate()`` of six models, token by token, beside transformers' static cache with torch.compile.
 
 ``python -m bench e2e infer --rows --seconds 300 --out FILE --continue`` measures what FILE does not have until the time
-is over, so that the table can be filled in parts. A row is a model, an arm, a prompt length and a batch size; every
-model and arm is a process of its own. With ``--together``, six of them prepare and compile at once, and measure one
-after the other. "hf_compile" is transformers with a static cache and
+is over, so that the table can be filled in parts. Without ``--out``, rows are only printed. A row is a model, an arm, a
+prompt length and a batch size; every model and arm is a process of its own. With ``--together``, six of them prepare
+and compile at once, and measure one after the other. "hf_compile" is transformers with a static cache and
 ``torch.compile(mode="reduce-overhead")``; "generate" is a patched model, "generate_fp8" one of
 ``serve_fp8(head=True)``.
 
@@ -121,7 +121,7 @@ class Generated:
         with processes.sharing():
             self._ms(ids, new)  # compiles and captures
         with processes.alone():
-            long, brief = (min(self._ms(ids, count) for _ in range(3)) for count in (new, short))
+            long, brief = (min(self._ms(ids, count) for _ in range(2)) for count in (new, short))
             record = {"ms_per_token": (long - brief) / max(new - short, 1)}
             graph = loop.steps_of(self.model)[-1].graph if loop.steps_of(self.model) else None
             if graph is not None:
@@ -257,14 +257,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(given)
     if args.tiny:
         args.__dict__.update({name: type(getattr(args, name))(value) for name, value in TINY.items()})
-    if args.out is None:
-        raise SystemExit("--out is missing: rows are written to it as soon as they are known")
     if args.one:
         return run_one(args)
+    if args.out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return main([*given, "--out", str(Path(folder) / "rows.json")])
     if args.out.exists() and not args.goes_on:
         raise SystemExit(f"{args.out} exists; --continue measures what it does not have")
     started = time.perf_counter()
-    print(f"{'model arm prompt batch':36}{'ms':>9}{'replay':>9}{'GB':>8}{'floor':>9}{'eff.':>8}{'tokens/s':>10}  note")
+    head = f"{'ms':>9}{'replay':>9}{'GB':>8}{'floor':>9}{'eff.':>8}{'tokens/s':>10}  note"
+    print(f"{'model arm prompt batch':36}{head}", flush=True)
 
     def missing() -> Iterator[list[str]]:
         for arm, name in itertools.product(args.arms.split(","), args.models.split(",")):

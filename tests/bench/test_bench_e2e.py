@@ -249,6 +249,7 @@ def test_rows_of_decoding(tmp_path, monkeypatch, capsys) -> None:
     assert infer.main([*words, "--continue"]) == 0 and len(measured) == 2
     assert infer.main([*words, "--continue", "--together", "--models", "llama,gemma3"]) == 0 and len(measured) == 3
     assert "llama generate 128 8" in capsys.readouterr().out
+    assert infer.main(words[:-2]) == 0 and "llama generate 128 8" in capsys.readouterr().out  # printed, not kept
     with pytest.raises(SystemExit, match="--continue"):
         infer.main(words)
     assert "failed: no" in decode_rows.line("llama generate 128 1", {"failed": "no"})

@@ -230,6 +230,32 @@ def test_special_values(place: str) -> None:
         assert (out[0, [1, 2, 3, 5, 6, 7, 8]] == 0).all() and out[1, 1:].isnan().all()
 
 
+@pytest.mark.parametrize("size", (1e-30, 1e-9, 1e30))
+def test_codes_and_activations_beyond_fp16(size: float) -> None:
+    """Rows of bf16 keep their range and their precision."""
+    arguments, exact, _ = case("e4m3_row", 3, 24, 256)
+    sizes = torch.tensor([size, 1.0, 1.0])[:, None]
+    x = arguments[0] * sizes.to(BF16)
+    x[2, 1:] *= 2.0**-20
+    exact = x.double() @ arguments[1].double().t() * arguments[2].double()
+    error = x.double().abs() @ arguments[1].double().abs().t() * arguments[2].double() * 2.0**-20
+    for target in ("sm_80", "sm_90"):
+        with rtkernels.emulate(target):
+            out = FORWARD.call(x, *arguments[1:])
+        assert ((out.double() - exact).abs() <= error + exact.abs() * 2.0**-8).all()
+
+
+def test_codes_and_infinite_activations() -> None:
+    arguments, _, _ = case("e4m3_row", 3, 24, 256)
+    arguments[1][:, 5] = 1.0
+    x = arguments[0].clone()
+    x[1, 5] = torch.inf
+    for target in ("sm_80", "sm_90"):
+        with rtkernels.emulate(target):
+            out, plain = (FORWARD.call(a, *arguments[1:]) for a in (x, arguments[0]))
+        assert (out[1] == torch.inf).all() and torch.equal(out[[0, 2]], plain[[0, 2]])
+
+
 def test_nan_codes() -> None:
     given = case("e4m3_row", 1, 16, 64)
     given[0][1][3, 7] = torch.nan
@@ -254,7 +280,7 @@ def test_shapes_of_launches() -> None:
     for n, k, gate in ((4096, 4096, None), (28672, 4096, "silu"), (4096, 14336, None), (2048, 2048, None),
                        (151936, 1536, None), (2560, 1536, None), (1536, 1536, None), (4608, 1536, "silu"),
                        (1536, 4608, None)):  # fmt: skip
-        for m in (1, 16):
+        for m in (1, 8, 16):
             p = _product(m, n, k, gate=gate)
             shape = decode_plan._shape(p, target, 132, True)
             assert shape is not None, (m, n, k)
@@ -269,7 +295,7 @@ def emulated_coverage() -> None:
         with rtkernels.emulate(target):
             for name in ("16bit", "e4m3_row", "int8_row", "int4_group"):
                 for dtype in (BF16, FP16):
-                    for m in (1, 9):
+                    for m in (1, 8, 9):
                         FORWARD.call(*case(name, m, 8, 64, dtype)[0])
             for name in ("16bit", "e4m3_row"):
                 FORWARD.call(*case(name, 9, 8, 64)[0])
