@@ -1,4 +1,4 @@
-"""Products of decoding steps, up to 16 rows whose weights are read once: kernel record and launches.
+"""Products of decoding steps, up to 16 rows whose weights are read once: kernel records and launches.
 
 A backend of ``product``: 16-bit activations, weights of 16, 8 or 4 bits, every target from sm_80 on. The op
 ``decode_linear`` adds a norm in front.
@@ -15,15 +15,19 @@ from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.targets import Target
 
 MAX_ROWS = 16
+_STREAM_ROWS = 4  # up to which weights are streamed through shared memory, not loaded into registers
 
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _CLUSTER = 100  # what another block of a cluster costs, in units of the estimate
 _ALONE = 130  # what a block costs that leaves no memory for one of the next launch
-_LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks
+_LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks, if they are loaded into registers
 _SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
+_RING = 4  # slots of a warp that streams
+_SCALES = 128  # bytes of scales of such a slot
+_STEPS = {2: 6, 1: 8, 0.5: 4}  # of such a slot, at the most; by the bytes of a weight
 _STATIC = 2048  # shared memory that is not dynamic, and what the driver takes
 
 _CODES = {
@@ -33,18 +37,22 @@ _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _CONSTANT, _SIGNED, _BY_ROW = 1, 2, 4, 8
 
-KERNEL = Kernel(
-    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
-    args="x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
+_ARGS = (
+    "x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
     "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
-    "factor:f64",
-    variants=[
-        (codes or math, math, tokens)
-        for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16 for tokens in (1, 2)
-    ],
+    "factor:f64"
+)
+_TYPES_OF = [(codes or math, math) for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16]
+KERNEL = Kernel(
+    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve", args=_ARGS,
+    variants=[(*types, tokens) for types in _TYPES_OF for tokens in (1, 2)],
 )  # fmt: skip
-KERNELS = (KERNEL,)
+STREAM = Kernel(
+    "gemm/gemm_stream.cu", "gemm_stream", template="Codes Math QUADS", max_registers=128, tier="serve", args=_ARGS,
+    variants=[(*types, 1) for types in _TYPES_OF],
+)  # fmt: skip
+KERNELS = (KERNEL, STREAM)
 
 
 class Shape(NamedTuple):
@@ -113,8 +121,9 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
     """
     octets = -(-p.n // (4 if p.gate else 8))
     granules, granule = _steps_of(p)
-    if p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
+    if _STREAM_ROWS < p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
         sms *= 2
+    limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):
         if parts > granules or (parts > 2 and found):  # clusters of four leave SMs without a block
@@ -124,15 +133,19 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
             own_granules = -(-granules // parts)
             per_octet = -(-own_granules // along_k) * granule
-            slots = -(-per_octet // (4 if BYTES[p.b.token] < 1 else 6))
             rounds = -(-own // along_rows)
+            sizes = {
+                steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
+                for steps in range(_slot_steps(p), 0, -granule)
+            }
+            longest = next((steps for room in (half, limit) for steps, size in sizes.items() if size <= room), None)
+            if longest is None:
+                continue
+            slots = -(-per_octet // longest)
             balanced = -(-per_octet // slots)
             steps = -(-balanced // granule) * granule
-            shared = _shared(p, own, own_granules * granule, row_shift, parts, normed)
-            limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
-            if shared > limit:
-                continue
-            time = _WARPS * rounds * (per_octet + slots) + 12 * -(-own // _together(p.m, along_k, own))
+            shared, passes = sizes[steps], -(-own // _together(p.m, along_k, own))
+            time = _WARPS * rounds * (per_octet + slots) + 12 * passes
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
             found.append((time, Shape(parts, own, row_shift, steps, shared)))
     return min(found)[1] if found else None
@@ -143,13 +156,21 @@ def _together(m: int, along_k: int, octets: int) -> int:
     return min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets, 32)
 
 
-def _shared(p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool) -> int:
+def _slot_steps(p: Product) -> int:
+    """Return the steps that a slot has at the most."""
+    return _STEPS[BYTES[p.b.token]] if p.m <= _STREAM_ROWS else 4 if BYTES[p.b.token] < 1 else 6
+
+
+def _shared(
+    p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool, slot_steps: int
+) -> int:  # fmt: skip
     """Return the bytes of shared memory of a block."""
     row = steps * int(128 / BYTES[p.b.token])
     along_k = _WARPS >> row_shift
     together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    return p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
+    rings = _WARPS * _RING * (512 * slot_steps + _SCALES * _varies(p.scale_b, p.k)) if p.m <= _STREAM_ROWS else 0
+    return rings + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
 def steps(product: Product, device: int) -> Steps:
@@ -181,8 +202,9 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     )  # fmt: skip
     types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
     along_k = _WARPS >> shape.row_shift
-    launch = KERNEL.bind(
-        (_CODES[p.b.token], p.a.token, 2 if p.m > 8 else 1),
+    kernel, tokens = (STREAM, 4) if p.m <= _STREAM_ROWS else (KERNEL, 8)
+    launch = kernel.bind(
+        (_CODES[p.b.token], p.a.token, 2 if p.m > tokens else 1),
         device,
         (shape.parts, -(-octets // shape.octets)),
         32 * _WARPS,
