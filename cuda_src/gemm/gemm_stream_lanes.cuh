@@ -157,7 +157,7 @@ struct StreamSlots {
         const u8* source = from.data + from.row(octet, lane / 4) * from.pitch + at;
         const int limit = static_cast<int>(from.row_bytes) - at;
         ptx::SharedAddress to = own + slot * slot_bytes;
-#pragma unroll 3
+#pragma unroll 2
         for (int s = 0; s < count; ++s, to += 512, source += 64) ptx::cp_async_16_stream(to, source, 64 * s < limit ? 16 : 0);
         if constexpr (Lanes::kCodes) {
             if (scaled) {
