@@ -27,11 +27,17 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = sorted({name for op in registry.ops() for name in op.public})
 rtk = rtkernels
 VOCABULARY = torch.randn(40, dynamic.HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+def _there_and_back(x: Tensor, index: Any) -> Tensor:
+    return rtk.moe_unpermute(rtk.moe_permute(x, index), index)
+
+
 # Calls whose results have one row per row of x, in the place of those that reduce, or that look at x as a sequence.
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
     "cross_entropy": lambda x, ids: rtk.cross_entropy(x, ids[:, 0], reduction="none"),
-    "jsd": lambda x, ids: rtk.jsd(x, x.detach() * 0.5, from_logits=True, reduction="none").sum(-1),
-    "kl_div": lambda x, ids: rtk.kl_div(x, x.detach() * 0.5, log_target=True, reduction="none").sum(-1),
+    "jsd": lambda x, ids: rtk.jsd(x, x.detach() * 0.5, from_logits=True, reduction="none"),
+    "kl_div": lambda x, ids: rtk.kl_div(x, x.detach() * 0.5, log_target=True, reduction="none"),
     "linear_cross_entropy": lambda x, ids: rtk.linear_cross_entropy(
         x.bfloat16(), VOCABULARY.bfloat16(), ids[:, 0], reduction="none"
     ),
@@ -42,8 +48,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
     "embedding": lambda x, ids: rtk.embedding(ids, VOCABULARY),
     "quantize_nvfp4": lambda x, ids: rtk.quantize_nvfp4(x.detach(), global_scale=0.01)[:2],
     "grouped_mm": lambda x, ids: rtk.grouped_mm(
-        x.bfloat16(), dynamic.STACK, offs=torch.full((2,), x.shape[0], dtype=torch.int32)
+        x.bfloat16(), dynamic.STACK, offs=torch.full((2,), x.shape[0], dtype=torch.int32, device=x.device)
     ),
+    "moe_unpermute": lambda x, ids: _there_and_back(x, rtk.moe_index(ids, dynamic.EXPERTS)),  # drops no choice
     "rms_norm, wide": lambda x, ids: rtk.rms_norm(x.repeat(1, 9), dynamic.WEIGHT.repeat(9)),
     "layer_norm, wide": lambda x, ids: rtk.layer_norm(x.repeat(1, 9)),
     "scaled_mm, bias": lambda x, ids: rtk.scaled_mm(x.bfloat16(), VOCABULARY.bfloat16(), bias=VOCABULARY[:, 0]),

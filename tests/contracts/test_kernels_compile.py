@@ -214,7 +214,7 @@ def test_kernel_parameters_match_their_records() -> None:
 
 
 def test_loops_are_unrolled_by_powers_of_two() -> None:
-    """NVRTC 13.0 gave a loop of a run-time length under ``#pragma unroll 3`` no remainder: it ran two rounds too many."""
+    """NVRTC 13.0 gave a loop of a run-time length under ``#pragma unroll 3`` no remainder: two rounds too many."""
     found = []
     for path in sorted((ROOT / "cuda_src").rglob("*.cu*")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
