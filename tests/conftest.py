@@ -98,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left = _left_to_others([item for item in items if item not in dropped], config.getoption("--part"))
         dropped |= left
         if config.getoption("--rest"):
-            dropped = set(items) - _one_of_each(left, {_test(item) for item in items if item not in dropped})
+            there = {_test(item) for item in items if item not in dropped and not item.get_closest_marker("gpu")}
+            dropped = set(items) - _one_of_each(left, there)
         items[:] = [item for item in items if item not in dropped]
         config.hook.pytest_deselected(items=list(dropped))
     if (step := config.getoption("--sample")) > 1:

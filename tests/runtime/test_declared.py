@@ -101,7 +101,7 @@ def test_written_code_has_lines() -> None:
         assert linecache.getline(name, 2), name
 
 
-def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None:
+def test_dropped_plans_are_not_replayed_and_one_tensor_given_twice_is() -> None:
     op, scope = row_dot.FORWARD, row_dot.FORWARD.call.__globals__
     with rtkernels.emulate("sm_80"), emulator.recording():
         x, y = torch.randn(4, 16), torch.randn(4, 16)
@@ -110,4 +110,6 @@ def test_dropped_plans_are_not_replayed_and_equal_tensors_are_not_kept() -> None
         Plans.forget_all()
         assert recent(op, x, y) is None
         torch.testing.assert_close(scope["launch"](x, x), op.reference(x, x))
-        assert not scope["last_calls"]
+        for both in (x, y):
+            torch.testing.assert_close(recent(op, both, both), op.reference(both, both))
+        assert recent(op, x, y) is None
