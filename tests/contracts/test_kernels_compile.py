@@ -273,6 +273,8 @@ def test_unrolled_loops_have_a_remainder(factor: int | str) -> None:
             for (int i = 0; i < count; ++i) asm volatile("// body %0" :: "r"(i) : "memory");
         }}"""
     unit = "gemm/pad_rows.cu"  # any, whose text is replaced
-    compiled = nvrtc.compile_unit(unit, ["body"], compiled_for("sm_90a"), sources={unit: source.encode()}, want_ptx=True)
+    compiled = nvrtc.compile_unit(
+        unit, ["body"], compiled_for("sm_90a"), sources={unit: source.encode()}, want_ptx=True
+    )
     copies = str(compiled.ptx).count("// body")
     assert copies % 2 == 1 and (factor == "" or copies > int(factor))
