@@ -33,6 +33,7 @@ def _draw(rng: random.Random) -> tuple[int, int, int, dict[str, Any]]:
     options |= {"out": rng.choice(("bf16", "fp32")), "narrow": rng.randint(0, 3)}
     options |= rng.choice(({}, {"bias": "bf16"}, {"add": "bf16", "act": "silu"}, {"accumulate": True}))
     m, n = rng.randint(2, rng.choice((9, 200))), rng.randint(2, rng.choice((9, 300)))
+    m, n = rng.choice((m, m, tile.rows + 1)), rng.choice((n, n, tile.cols + 1))  # the last tile has a row, and no pair
     k = 8 + 16 * rng.randint(0, rng.choice((7, 60)))
     options["sharing"] = rng.randint(0, min(8, tile_choice.tile_count(tile, m, n) * -(-k // 128)))
     return m, n, k, options
