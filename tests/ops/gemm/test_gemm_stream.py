@@ -143,6 +143,27 @@ def test_random_products(seed: int, target: str, monkeypatch: pytest.MonkeyPatch
 
 
 @emulated
+@pytest.mark.parametrize("parts", (2, 4))
+def test_blocks_that_share_k_in_several_passes(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others sent in a pass is read before they send what belongs to the next one."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(rows, 520, generator=g).to(BF16) for rows in (3, 61))
+
+    def shape(p: Product, target: Target, sms: int, normed: bool) -> decode_plan.Shape:
+        granules, _ = decode_plan._steps_of(p)
+        shared = decode_plan._shared(p, 8, -(-granules // parts), 1, parts, normed, 3)
+        return decode_plan.Shape(parts, 8, 1, 3, shared, True)
+
+    monkeypatch.setattr(decode_plan, "_shape", shape)
+    monkeypatch.setattr(decode_plan, "_together", lambda m, along_k, octets: 3)
+    exact, magnitude = x.double() @ w.double().t(), x.double().abs() @ w.double().abs().t()
+    for order in ("forward", "reverse", 5):
+        with poisoned(), rtkernels.emulate("sm_90", order=order):
+            out = rtkernels.decode_linear(x, w)
+        assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8 + magnitude * 2.0**-19).all()
+
+
+@emulated
 @pytest.mark.parametrize("norm", (False, True))
 def test_rows_that_leave_no_room_for_rings(norm: bool) -> None:
     """On GPUs with 99 KB: weights are loaded into registers; with a norm, its weights do not fit either."""
