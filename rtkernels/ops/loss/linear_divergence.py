@@ -42,7 +42,8 @@ class _LinearDivergence(torch.autograd.Function):
         else:
             loss, stats = parallel.forward(heads, options, group)
         if keeps:
-            ctx.save_for_backward(student_hidden, student_weight, labels, kept)
+            # The bias for second derivatives alone: tensors that lead back to the inputs make them raise.
+            ctx.save_for_backward(student_hidden, student_weight, student_bias, labels, kept)
         else:
             ctx.save_for_backward(*heads, stats)
         return loss
@@ -53,7 +54,7 @@ class _LinearDivergence(torch.autograd.Function):
         if dloss is None:
             return (None,) * 10
         if ctx.keeps:
-            hidden, weight, labels, kept = ctx.saved_tensors
+            hidden, weight, _, labels, kept = ctx.saved_tensors
             grads = BACKWARD_KEPT(dloss, kept, hidden, weight, labels, ctx.options[0], ctx.keeps, *ctx.needs)
         else:
             grads = BACKWARD(dloss, *ctx.saved_tensors, *ctx.options, *ctx.needs, ctx.group is not None)

@@ -118,6 +118,19 @@ def _gradients_of_zero(leaves: tuple[Tensor, ...], teacher: Tensor, teacher_head
     return torch.autograd.grad(loss, leaves, torch.zeros_like(loss))
 
 
+@pytest.mark.parametrize("save", ("stats", "gradients"))
+@pytest.mark.parametrize("needs", ((0,), (1,), (4,), (0, 1, 4)))
+def test_there_is_no_second_derivative(needs: tuple[int, ...], save: str) -> None:
+    """Of any input, whatever else requires a gradient: each raises, and none is taken for 0."""
+    tensors = make(torch.float32, "cpu", 7)
+    for i in needs:
+        leaves = [t.clone().requires_grad_(j in needs) for j, t in enumerate(tensors[:5])]
+        loss = linear_divergence(*leaves[:4], beta=0.5, student_bias=leaves[4], save=save).sum()
+        (first,) = torch.autograd.grad(loss, leaves[i], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(first.square().sum(), leaves[i], allow_unused=True)
+
+
 def test_what_is_kept_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("rtkernels.ops.loss.linear_divergence")
     seen = []
