@@ -106,7 +106,8 @@ def linear_divergence(
             no logits are computed again; ``"stats"``, five numbers for each row, so that those of both heads are. None
             (default) chooses the former for a frozen head, and else as long as it takes at most twice the memory of
             the student's weight; the latter with float16, whose range is too small for it, a `group` or a level of
-            ``batch_invariant``.
+            ``batch_invariant``. With the former, incoming gradients of rows that are not equal multiply the hidden
+            states, rounded to their dtype, before the weight's gradient is computed.
         chunk_bytes: Memory for the student's logits of a chunk; the teacher's take as much. Default: about 256 MiB.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             the weights and biases, the same ones of both, and all hidden states. Each gets the same result, the
