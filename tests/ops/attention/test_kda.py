@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ops.attention.test_gated_delta_rule import BF16, FP16, check, random
+from ops.attention.test_gated_delta_rule import BF16, FP16, check, check_strong_decays, random
 from ops.attention.test_gated_delta_rule import inputs as inputs_of_heads
 from support.attention_exact import assert_near
 from support.compare import running_on
@@ -64,6 +64,12 @@ def test_less_shared_memory(stages: int, place: str) -> None:
 @pytest.mark.parametrize("decay", (0.0, 1e-6, 5.0, 20.0))
 def test_decays(decay: float, place: str) -> None:
     check(inputs(70, 1, 16, 16, 1, BF16, decay), None, place)
+
+
+@at("cpu")
+def test_gradients_of_strong_decays(place: str) -> None:
+    """Those of the kernel have roundings of what does not decay (docs/decisions/attention.md)."""
+    check_strong_decays(True, place)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
