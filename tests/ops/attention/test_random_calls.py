@@ -139,7 +139,7 @@ def test_sparse_attention(seed: int, place: str) -> None:
             draw.laid(q), kv, indices, scale=scale, value_width=value_width, positions=positions, sinks=sinks,
             return_lse=True,
         )  # fmt: skip
-    # Codes times scales are rounded to q's type: independent errors of the terms of a score, of which 6 sigma are allowed.
+    # Codes times scales are rounded to q's type: independent errors of the terms of a score, of which 6 sigma pass.
     terms = (q.double().square() @ latents.double().square().T).amax().sqrt().item()
     check(got, want, dtype, max(1e-3, 6 * UNIT[dtype] * scale * terms) if coded else 1e-3)
 
