@@ -5,7 +5,7 @@
 //     dbeta = rowsum(dR * V) - exp(c) K . A2 + rowsum(dM * K K^T * G),
 //     dc = rowsum(W) - colsum(W) - beta exp(c) K . A2 + scale exp(c) Q . A1 - s,  W = dM * M + dP * P,  s = F K . A3,
 //     dc of the last row also + sum(s) + exp(c_end) <S, dS>,  dg = sums of dc from a row to the end of its chunk.
-// What does not decay, the diagonal of P and the last row of s, counts as 0 in dc. It would cancel, and in fp32 hide what
+// What does not decay, the diagonal of W and the last row of s, counts as 0 in dc. It would cancel, and in fp32 hide what
 // strong decays leave of the rest.
 //
 // A block owns a chunk and a key head, and adds up its value heads in order. Of each value head, v comes in tiles of 64
@@ -197,6 +197,12 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
         float pairs[8][4], columns[8][2], row_sum[2] = {0.0f, 0.0f}, beta_sum[2] = {0.0f, 0.0f};
         clear_sums(pairs);
         if (meets) rows_by_rows_rolled<T, KTile, DK / 16>(pairs, of_queries ? query_tile : key_tile, own_row, key_tile, 0, lane);
+        // Only W takes these; its diagonal is 0.
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (n == 2 * (warp % 4) + e / 2 && lane / 4 == lane % 4 * 2 + e % 2) pairs[n][e] = 0.0f;
         // Where dO and U were.
         u8 *const x_tile = dout_tile, *const n_tile = dout_tile + kVBytes, *const to = of_queries ? x_tile : n_tile;
 #pragma unroll
@@ -215,8 +221,7 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
                     const float beta = of_queries ? factor : -numbers[kBetas][i];
                     const float slope = counts ? inner[n][2 * r + c] * decay : 0.0f;
                     const float by_beta = slope * pairs[n][2 * r + c] * norm * numbers[kKeyNorms][j];
-                    const float weight = j < i ? by_beta * beta : 0.0f;
-                    row_sum[r] += weight, columns[n][c] += weight;
+                    row_sum[r] += by_beta * beta, columns[n][c] += by_beta * beta;
                     beta_sum[r] -= by_beta;
                     inner[n][2 * r + c] = slope * beta;  // X or N
                 }
