@@ -28,7 +28,7 @@ _GROUP = 128  # of k, that share a scale
 _RING = 4  # slots of a warp that streams
 _SCALES = 128  # bytes of scales of such a slot
 _STEPS = {2: 6, 1: 8, 0.5: 4}  # of such a slot, at the most; by the bytes of a weight
-_STATIC = 2112  # shared memory that is not dynamic (1088 at the most), and what the driver takes
+_STATIC = {True: 2112, False: 2048}  # shared memory that is not dynamic, and what the driver takes; if weights stream
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes",
@@ -130,7 +130,7 @@ def _fastest(p: Product, target: Target, sms: int, normed: bool, streams: bool) 
     granules, granule = _steps_of(p)
     if not streams and p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
         sms *= 2
-    limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
+    limit, half = largest(target), (shared_limit(target) + 1024) // 2 - _STATIC[streams]
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):
         if parts > granules or (parts > 2 and found):  # clusters of four leave SMs without a block
@@ -156,6 +156,11 @@ def _fastest(p: Product, target: Target, sms: int, normed: bool, streams: bool) 
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
             found.append((time, Shape(parts, own, row_shift, steps, shared, streams)))
     return min(found)[1] if found else None
+
+
+def largest(target: Target) -> int:
+    """Return the most dynamic shared memory that plans give to a block."""
+    return shared_limit(target) - 2048
 
 
 def _together(m: int, along_k: int, octets: int) -> int:
