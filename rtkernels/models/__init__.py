@@ -4,9 +4,10 @@ A module is recognised by what it computes, not by its name: its forward and our
 (``recognize``, ``proof``, ``probe``). A recognised module gets our forward through a change of the instance's class
 (``replace``). Rotary embeddings are replaced in a view of the modelling file's globals (``rope_view``). The loss is
 replaced by logits that are computed only when they are read (``lazy_logits``, ``loss``). ``fused_head`` puts our head
-into TRL's trainers. ``fused_layers`` has decoder layers with fewer launches, ``fp8`` and ``fp8_linear`` the layers that
-multiply fp8 codes, and ``fp8_checkpoint`` the models that store fp8 weights. Nothing global changes. ``docs/models.md``
-is the guide. ``transformers`` is imported when a model is patched.
+into TRL's trainers, with ``trl_pairs`` and ``trl_distillation`` for some of them. ``fused_layers`` has decoder layers
+with fewer launches, ``fp8`` and ``fp8_linear`` the layers that multiply fp8 codes, and ``fp8_checkpoint`` the models
+that store fp8 weights. Nothing global changes. ``docs/models.md`` is the guide. ``transformers`` is imported when a
+model is patched.
 """
 
 from rtkernels.models.by_name import register

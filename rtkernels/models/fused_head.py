@@ -2,43 +2,32 @@
 
 SFT, DPO, KTO, GRPO and RLOO trainers of TRL give their models a forward with a fused head when they are built. Ours
 takes its place: same arguments, same results, options from the closure of TRL's. The head is called as a module, so
-that hooks which gather its weight (FSDP2, ZeRO-3) run.
+that hooks which gather its weight (FSDP2, ZeRO-3) run. Trainers of pairs (``trl_pairs``) and of distillation
+(``trl_distillation``) have other ways.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-import rtkernels
 from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models import loss as losses
-from rtkernels.models import replace
+from rtkernels.models import replace, trl_distillation, trl_pairs
 from rtkernels.models.patch_report import PatchReport, Site
 from rtkernels.models.probe import NotRecognized
 from rtkernels.models.trl_forward import FUSED, ORIGINAL, TOLD, find, is_ours, is_trl
+from rtkernels.models.trl_values import IGNORED, RESULTS, prepare_head, values
 
-_IGNORED = -100
 # What the closure of TRL's forward holds. Unknown names may be options that change results.
 _CELLS = frozenset((
     "original_forward", "text_config", "final_logit_softcapping", "logit_scale", "backbone_attr", "temperature",
     "cast_lm_head_to_fp32", "outputs",
 ))  # fmt: skip
-# TRL's results in the order of linear_logprob's, with the option that asks for each.
-_RESULTS = {
-    "entropy": "return_entropy",
-    "log_sum_sq_probs": "return_log_sum_sq",
-    "mean_logits": "return_mean_logit",
-    "is_top1": "return_top1",
-}
 _SAVES = ("stats", "logits", "projected")
 
 
@@ -51,77 +40,9 @@ def _options(function: FunctionType) -> dict[str, Any]:
     cells = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
     if other := set(cells) ^ _CELLS:
         raise NotRecognized(f"this version of TRL has other options of its head: {', '.join(sorted(other))}")
-    if other := set(cells["outputs"]) - {"log_probs", *_RESULTS}:
+    if other := set(cells["outputs"]) - {"log_probs", *RESULTS}:
         raise NotRecognized(f"this version of TRL asks its head for {', '.join(sorted(other))}")
     return cells
-
-
-def _prepare_head(model: nn.Module) -> None:
-    """Let the head compute a loss when it is called with one.
-
-    Raises:
-        NotRecognized: The head is not a plain linear layer.
-    """
-    heads = losses._heads(model)
-    if not heads:
-        raise NotRecognized("it has no head")
-    for head in heads:
-        if replace.replaced(head) is None and type(head).forward is not nn.Linear.forward:
-            raise NotRecognized(f"its head is a {type(head).__name__}, no plain nn.Linear")
-        own = head.__dict__.get("forward")
-        cast = isinstance(own, FunctionType) and (own.__globals__.get("__name__") or "").startswith("trl.")
-        if not cast:
-            replace.check_own_forward(head)
-    for head in heads:
-        own = head.__dict__.get("forward")
-        if isinstance(own, FunctionType) and not hasattr(own, "_rtkernels_own"):
-            head.forward = _with_loss(head, own)  # cast_lm_head_to_fp32
-        elif replace.replaced(head) is None:
-            replace.replace(head, losses._KIND)
-
-
-def _with_loss(head: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def forward(hidden_states, loss=None):
-        return own(hidden_states) if loss is None else loss(head, hidden_states)
-
-    forward._rtkernels_own = own
-    return forward
-
-
-def _gathered(tensor: Tensor | None) -> Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _autocasts(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
-
-
-def _values(head: nn.Module, hidden: Tensor, labels: Tensor, cells: dict[str, Any], given: dict[str, Any]) -> dict:
-    """Return per-token results by TRL's names, of rows that all count."""
-    names = [name for name in _RESULTS if name in cells["outputs"]]
-    softcap, scale = cells["final_logit_softcapping"], cells["logit_scale"]
-
-    def loss(module: nn.Module, hidden: Tensor) -> Any:
-        weight, bias = _gathered(module.weight), _gathered(module.bias)
-        if not _autocasts(hidden) and weight.dtype != hidden.dtype:
-            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        save = given["save"]
-        if save == "projected" and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-            save = "stats"
-        if save == "projected" and ("log_sum_sq_probs" in names or "mean_logits" in names):
-            save = "stats"
-        return rtkernels.linear_logprob(
-            hidden, weight, labels, bias=bias, ignore_index=_IGNORED, logit_scale=scale, softcap=softcap,
-            temperature=cells["temperature"], save=save, chunk_bytes=given["chunk_bytes"],
-            **{_RESULTS[name]: True for name in names},
-        )  # fmt: skip
-
-    fp32 = cells["cast_lm_head_to_fp32"]
-    with torch.autocast(hidden.device.type, enabled=False) if fp32 else nullcontext():
-        found = head(hidden.float() if fp32 else hidden, loss=loss)
-    found = found if isinstance(found, tuple) else (found,)
-    return dict(zip(("log_probs", *names), found, strict=True))
 
 
 def _forward(model: nn.Module, trl: FunctionType, cells: dict[str, Any], given: dict[str, Any]) -> FunctionType:
@@ -145,8 +66,8 @@ def _forward(model: nn.Module, trl: FunctionType, cells: dict[str, Any], given: 
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
         head = self.get_output_embeddings()
         hidden, targets = hidden.to(head.weight.device), shift_labels.to(head.weight.device)
-        mask = targets != _IGNORED
-        found = _values(head, hidden[mask], targets[mask], cells, given)
+        mask = targets != IGNORED
+        found = values(head, hidden[mask], targets[mask], cells, given)
         # scattering keeps the results connected to the model if nothing counts: a zero with a gradient
         found = {name: x.new_zeros(mask.shape).masked_scatter(mask, x) for name, x in found.items()}
         for name in ("log_sum_sq_probs", "mean_logits"):
@@ -195,23 +116,27 @@ def _use(model: nn.Module, given: dict[str, Any]) -> None:
         found = getattr(known[0], ORIGINAL), known[1]
     trl, put = found
     cells = _options(trl)
-    _prepare_head(model)
+    prepare_head(model)
     put(_forward(model, trl, cells, given))
 
 
 def use_fused_head(trainer: Any, *, save: str = "stats", chunk_bytes: int | None = None) -> PatchReport:
-    """Let a trainer of TRL compute log-probabilities, entropies and losses with :func:`rtkernels.linear_logprob`.
+    """Let a trainer of TRL compute log-probabilities, entropies and losses with our functions.
 
-    For ``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` of TRL 1.15 and newer, and
-    for others that use TRL's ``add_fused_lm_head``. Call it when the trainer has been built; :func:`patch` the model
-    before or after. The policy's and the reference's heads are replaced, in this trainer only.
-    :func:`unpatch` undoes it. Calling it again changes the options.
+    ``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` of TRL 1.15 and newer, and
+    others that use TRL's ``add_fused_lm_head``: :func:`rtkernels.linear_logprob`, for the policy and for the reference.
+    ``CPOTrainer`` and ``ORPOTrainer``: also :func:`rtkernels.linear_cross_entropy`, no logits are stored.
+    ``DistillationTrainer``: :func:`rtkernels.linear_divergence`.
+
+    Call it when the trainer has been built; :func:`patch` the model before or after. It changes this trainer only.
+    :func:`unpatch` of the trainer's model undoes it. Calling it again changes the options.
 
     Args:
         trainer: The trainer.
         save: What is kept for the backward pass, as in :func:`rtkernels.linear_logprob`: "stats" (least memory),
             "logits" (fewest products), or "projected" for a frozen head, which is "stats" where the head is not
-            frozen or a trainer needs more results.
+            frozen or a trainer needs more results. For distillation, "logits" and "projected" are the "gradients" of
+            :func:`rtkernels.linear_divergence`, with float16 they are "stats".
         chunk_bytes: Size of the slabs of logits, as in :func:`rtkernels.linear_logprob`.
 
     Returns:
@@ -219,7 +144,7 @@ def use_fused_head(trainer: Any, *, save: str = "stats", chunk_bytes: int | None
 
     Raises:
         ArgumentError: `trainer` has no model, or an option is unknown.
-        RtkError: The trainer's model has no fused head of TRL: it computes its loss another way.
+        RtkError: The trainer computes its loss in a way that is not known here.
     """
     model = getattr(trainer, "model", None)
     if not isinstance(model, nn.Module):
@@ -228,11 +153,16 @@ def use_fused_head(trainer: Any, *, save: str = "stats", chunk_bytes: int | None
         raise ArgumentError(f"save is {save!r}; expected one of {', '.join(_SAVES)}")
     given = {"save": save, "chunk_bytes": chunk_bytes}
     inner = _unwrapped(model)
+    if trl_pairs.is_one(trainer):
+        return PatchReport([trl_pairs.use(trainer, inner, given)], ("head",), given)
+    if trl_distillation.is_one(trainer):
+        teacher = _unwrapped(trainer.teacher_model)
+        return PatchReport([trl_distillation.use(trainer, inner, teacher, given)], ("head",), given)
     if find(inner, is_trl) is None and find(inner, is_ours) is None:
         raise RtkError(
             f"the model of this {type(trainer).__name__} has no fused head of TRL ({FUSED}=True), which SFT, DPO, KTO, "
-            f"GRPO and RLOO trainers of TRL 1.15 and newer give it when they are built. Trainers that compute their "
-            f"loss from logits, such as CPO and ORPO, are left as they are"
+            f"GRPO and RLOO trainers of TRL 1.15 and newer give it when they are built, and this is no CPO, ORPO or "
+            f"distillation trainer of TRL"
         )
     sites = []
     for name in ("model", "ref_model"):
@@ -252,6 +182,8 @@ def use_fused_head(trainer: Any, *, save: str = "stats", chunk_bytes: int | None
 
 def restore_fused_head(model: nn.Module) -> None:
     """Undo :func:`use_fused_head` for a model."""
+    trl_pairs.restore(model)
+    trl_distillation.restore(model)
     if (found := find(model, is_ours)) is not None:
         function, put = found
         put(getattr(function, ORIGINAL))

@@ -12,7 +12,8 @@ model's own code runs, so this works on any device and for any size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ _KIND = Recognized("head", ())
 _LAZY = "_rtkernels_lazy"
 _HOOKS = "_rtkernels_hooks"
 LOSS_ONLY = "_rtkernels_loss_only"
+ALWAYS_LAZY = "_rtkernels_always_lazy"  # of a model whose caller takes lazy logits without labels
 _SHAPE = (2, 3)  # sequences, tokens
 
 
@@ -163,7 +165,23 @@ def _before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     trains = model.training and torch.is_grad_enabled()
     for head in _heads(model):
         lazy = wanted and (trains or model.__dict__.get(LOSS_ONLY, False))
+        lazy = lazy or model.__dict__.get(ALWAYS_LAZY, False)
         setattr(head, _LAZY, lazy and not _has_hooks(head))
+
+
+@contextmanager
+def lazy_head(model: nn.Module) -> Iterator[None]:
+    """Let the replaced head of a model return lazy logits, with labels or without."""
+    heads = _heads(model)
+    model.__dict__[ALWAYS_LAZY] = True  # for the hooks of a patched model
+    for head in heads:
+        setattr(head, _LAZY, True)
+    try:
+        yield
+    finally:
+        model.__dict__.pop(ALWAYS_LAZY, None)
+        for head in heads:
+            setattr(head, _LAZY, False)
 
 
 def _after(model: nn.Module, args: Any, output: Any) -> None:

@@ -18,7 +18,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 MAX_LEVEL = 3
 _CHOICE_ROWS = 4096
 PROMISES = {1: "the forward pass", 2: "gradients of inputs", 3: "gradients of weights"}
-_BY_ITSELF = "every micro-batch is summed up by itself"
+BY_ITSELF = "every micro-batch is summed up by itself"
 OF_EXPERTS = "micro-batches do not cut the tokens of an expert at multiples of 128 rows"
 _KEY = "rtkernels_batch_invariant"  # of torch's thread-local objects, which autograd passes to its threads
 
@@ -101,7 +101,7 @@ def starts_from_result() -> bool:
 def refuse_weight_gradient(what: str) -> None:
     """Raise an ArgumentError at level 3 for a sum over rows whose bits depend on how a batch is cut into parts."""
     if level() >= 3:
-        refuse(what, _BY_ITSELF)
+        refuse(what, BY_ITSELF)
 
 
 def choice_rows(rows: int) -> int:

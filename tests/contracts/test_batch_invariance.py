@@ -33,6 +33,22 @@ def _there_and_back(x: Tensor, index: Any) -> Tensor:
     return rtk.moe_unpermute(rtk.moe_permute(x, index), index)
 
 
+def _one_expert(ids: Tensor) -> Any:
+    return rtk.moe_index(torch.zeros_like(ids[:, :1]), 1)  # rows stay in their order
+
+
+def _angles(x: Tensor, ids: Tensor) -> list[Tensor]:
+    return [t.to(x.device)[ids[:, 0]] for t in dynamic._angles(x)]  # a row has its own position
+
+
+def _by_rows(found: Any) -> tuple[Tensor, Tensor]:
+    return found[0], found[1].view(-1, found[0].shape[0])  # scales of an expert are a matrix [groups, rows]
+
+
+def _count(x: Tensor) -> Tensor:
+    return torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
+
+
 # Calls whose results have one row per row of x, in the place of those that reduce, or that look at x as a sequence.
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
     "cross_entropy": lambda x, ids: rtk.cross_entropy(x, ids[:, 0], reduction="none"),
@@ -45,7 +61,45 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
         x.bfloat16(), VOCABULARY.bfloat16(), ids[:, 0], return_entropy=True
     ),
     "softmax": lambda x, ids: rtk.softmax(x.bfloat16()),
+    "linear_logprob, candidates": lambda x, ids: rtk.linear_logprob(
+        x.bfloat16(), VOCABULARY.bfloat16(), ids, bias=VOCABULARY[:, 0].bfloat16(), softcap=5.0, logit_scale=0.7,
+        temperature=0.5 + ids[:, 0].float(), return_entropy=True, return_lse=True, return_log_sum_sq=True,
+        return_mean_logit=True, return_top1=True, save="logits",
+    ),
+    "linear_logprob, frozen": lambda x, ids: rtk.linear_logprob(
+        x.bfloat16(), VOCABULARY.bfloat16(), ids, fp32_logits=True, return_entropy=True, save="projected"
+    ),
     "embedding": lambda x, ids: rtk.embedding(ids, VOCABULARY),
+    "rope": lambda x, ids: rtk.rope(x.view(1, -1, 8, 32), *_angles(x, ids)),
+    "mla_rope": lambda x, ids: rtk.mla_rope(
+        x.view(-1, 1, 4, 64), x.view(-1, 1, 4, 64), x[:, :32].view(-1, 1, 32), *_angles(x, ids)
+    ),
+    "qk_norm_rope": lambda x, ids: rtk.qk_norm_rope(
+        x.view(-1, 1, dynamic.HIDDEN), *(dynamic.WEIGHT[:32],) * 2, *_angles(x, ids), q_heads=4, kv_heads=2
+    ),
+    "qkv_split": lambda x, ids: rtk.qkv_split(x, 4, 2, rope=tuple(_angles(x, ids)), q_norm=dynamic.WEIGHT[:32]),
+    "index_select": lambda x, ids: rtk.index_select(x, torch.arange(x.shape[0], device=x.device)),
+    "sort_chunks": lambda x, ids: rtk.sort_chunks(x, _count(x), torch.zeros_like(_count(x))),
+    "transpose_experts": lambda x, ids: rtk.transpose_experts(x, _count(x)).view(dynamic.HIDDEN, -1),
+    "quantize_fp8_experts": lambda x, ids: _by_rows(rtk.quantize_fp8_experts(x, _count(x), output="row")),
+    "moe_permute": lambda x, ids: rtk.moe_permute(x, _one_expert(ids)),
+    "moe_permute_fp8": lambda x, ids: _by_rows(rtk.moe_permute_fp8(x, _one_expert(ids), output="row")),
+    "moe_permute_smooth": lambda x, ids: rtk.moe_permute_smooth(x, _one_expert(ids), dynamic.FACTORS[:1])[:2],
+    "grouped_mm_masked": lambda x, ids: rtk.grouped_mm_masked(
+        x.detach().bfloat16().expand(2, -1, -1), dynamic.STACK, masked_m=_count(x).int().expand(2).contiguous()
+    ),
+    "add_bias": lambda x, ids: rtk.add_bias(x, dynamic.WEIGHT),
+    "channel_mul": lambda x, ids: rtk.channel_mul(x, dynamic.WEIGHT),
+    "euler_step": lambda x, ids: rtk.euler_step(x, 2 * x, 0.1),
+    "cfg_combine": lambda x, ids: rtk.cfg_combine(x, 2 * x, x + 1, 0.5),
+    "patchify": lambda x, ids: rtk.patchify(x.view(-1, 8, 8, 4), 4),
+    "quantize_mxfp8": lambda x, ids: rtk.quantize_mxfp8(x.detach()),
+    "quantize_mxfp4": lambda x, ids: rtk.quantize_mxfp4(x.detach()),
+    "dequantize_mxfp8": lambda x, ids: rtk.dequantize_mxfp8(*rtk.quantize_mxfp8(x.detach())),
+    "dequantize_mxfp4": lambda x, ids: rtk.dequantize_mxfp4(*rtk.quantize_mxfp4(x.detach())),
+    "dequantize_nvfp4": lambda x, ids: rtk.dequantize_nvfp4(
+        *rtk.quantize_nvfp4(x.detach(), global_scale=0.01)[:2], 0.01
+    ),
     "quantize_nvfp4": lambda x, ids: rtk.quantize_nvfp4(x.detach(), global_scale=0.01)[:2],
     "grouped_mm": lambda x, ids: rtk.grouped_mm(
         x.bfloat16(), dynamic.STACK, offs=torch.full((2,), x.shape[0], dtype=torch.int32, device=x.device)
@@ -59,17 +113,89 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = dynamic.CALLS | {
         1 + ids[:, 0].int(),
     ),
 }  # fmt: skip
-# Positions, places and sizes of groups follow from the row's place in these calls, or rows are weights.
+# Their sums over rows or their groups follow from the batch; other forms of these functions are compared.
 OTHERWISE = {
-    "attention_varlen", "index_select", "jsd, labels", "jsd, sequences", "kl_div, one pass", "cross_entropy, one pass",
-    "grouped_mm_masked", "mla_rope", "moe_permute", "moe_permute_fp8", "moe_permute_smooth", "qk_norm_rope",
-    "qkv_split", "quantize_fp8_experts", "rope", "sort_chunks", "transpose", "transpose_experts", "gated_delta_rule",
-    "fp8_linear, tensor",
+    "cross_entropy, one pass", "fp8_linear, tensor", "jsd, labels", "jsd, sequences", "kl_div, one pass"
 }  # fmt: skip
 ROW_CALLS = sorted(
     name for name in CALLS
     if (name not in OTHERWISE and PROMISES[name.split(",")[0]].kind == ROW) or name == "attention_decode, sequences"
 )  # fmt: skip
+
+
+def _lengths(x: Tensor) -> Tensor:
+    return torch.full(x.shape[:1], x.shape[1], dtype=torch.int32, device=x.device)
+
+
+def _packed(x: Tensor) -> Tensor:
+    ends = torch.arange(0, x.shape[0] * x.shape[1] + 1, x.shape[1], dtype=torch.int32, device=x.device)
+    found = rtk.attention_varlen(*dynamic._qkv(x.flatten(0, 1)), ends, ends, *x.shape[1:2] * 2, causal=True)
+    return found.unflatten(0, x.shape[:2])
+
+
+# Calls with sequences ``[sequences, tokens, HIDDEN]``.
+SEQUENCES: dict[str, Callable[[Tensor], Any]] = {
+    "attention": lambda x: rtk.attention(*dynamic._qkv(x), causal=True, return_lse=False),
+    "sdpa": lambda x: rtk.sdpa(*(t.transpose(1, 2) for t in dynamic._qkv(x)), is_causal=True),
+    "mla_attention": lambda x: rtk.mla_attention(*dynamic._qkv(x)),
+    "attention_varlen": _packed,
+    "attention_decode": lambda x: rtk.attention_decode(
+        dynamic._heads(x.detach()[:, -1]), *(dynamic._heads(x.detach()),) * 2, _lengths(x)
+    ),
+    "mla_decode": lambda x: rtk.mla_decode(
+        dynamic._heads(x.detach()[:, -1]), dynamic._heads(x.detach())[:, :, 0], _lengths(x), value_width=64
+    ),
+    "lightning_attention": lambda x: rtk.lightning_attention(*dynamic._qkv(x), dynamic.WEIGHT[:4]),
+    "gated_delta_rule": lambda x: rtk.gated_delta_rule(
+        *dynamic._qkv(x), -x[..., :4].abs(), x[..., :4].sigmoid(), l2norm=True
+    ),
+    "ssd": lambda x: rtk.ssd(
+        dynamic._heads(x), x[..., :4], -dynamic.WEIGHT[:4], *(dynamic._heads(x)[..., :2, :],) * 2,
+        D=dynamic.WEIGHT[:4], dt_softplus=True,
+    ),
+    "causal_conv1d": lambda x: rtk.causal_conv1d(x, dynamic.WEIGHT[:, None].repeat(1, 4)),
+    "conv": lambda x: rtk.conv(
+        x.view(x.shape[0], 4, -1, 64), dynamic.WEIGHT[:36].view(4, 1, 3, 3), padding=1, groups=4
+    ),
+}  # fmt: skip
+
+
+def test_every_row_and_every_sequence_is_compared() -> None:
+    """Nothing that has a batch is left out: it is compared below, or it raises."""
+    of_kind = {kind: {name for name, promise in PROMISES.items() if promise.kind == kind} for kind in MEANING}
+    assert {name.split(",")[0] for name in ROW_CALLS} - {"attention_decode"} == of_kind[ROW]
+    assert set(SEQUENCES) == of_kind[SEQUENCE]
+
+
+@at("sm_80", "sm_90")
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_do_not_depend_on_their_batch(name: str, place: str) -> None:
+    with running_on(place), rtkernels.batch_invariant(2):
+        x = torch.randn(4, 70, dynamic.HIDDEN, generator=torch.Generator().manual_seed(4))
+        x[1], x[2] = 1e3 * x[1], torch.nan
+
+        def run(x: Tensor) -> list[Tensor]:
+            leaf = x.clone().requires_grad_()
+            results = dynamic._tensors(SEQUENCES[name](leaf))
+            return [*results, *(g for g in dynamic._gradient(results, leaf) if g is not None)]
+
+        full, last = run(x), run(x[3:])
+        for one, two, first in zip(full, last, run(x[:1]), strict=True):
+            assert torch.isfinite(two).all()
+            assert torch.equal(one[3:], two) and torch.equal(one[:1], first)
+
+
+@at("sm_90")
+@pytest.mark.parametrize("name", [n for n in CALLS if PROMISES[n.split(",")[0]].kind == BATCH])
+def test_results_of_a_batch_are_repeated(name: str, place: str) -> None:
+    x, ids = dynamic._inputs(33)
+    with running_on(place):
+        found = []
+        for level in (0, 1, 2, 2):
+            with rtkernels.batch_invariant(level):
+                found.append(dynamic._tensors(CALLS[name](x, ids)))
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_every_public_function_promises_something() -> None:

@@ -149,6 +149,7 @@ OTHER_NAMES = (
     *("rtkernels.rms_norm_fwd", "rtkernels.squared_relu", "rtkernels.ops.act.squared_relu", "rtkernels.my_softsign"),
     "rtkernels.scaled",
     "rtkernels.jax",
+    "rtkernels.integrations.openrlhf",
     "rtkernels.integrations.torchtitan",
     "rtkernels.integrations.verl",
 )

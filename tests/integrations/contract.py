@@ -150,6 +150,12 @@ NAMES = {
         "trainer/kto_trainer.py:@fused",
         "trainer/grpo_trainer.py:@fused",
         "trainer/rloo_trainer.py:@fused",
+        "trainer/distillation_trainer.py:_chunked_divergence_loss",
+        "trainer/distillation_trainer.py:DistillationTrainer._compute_loss",
+        "experimental/cpo/cpo_trainer.py:CPOTrainer.concatenated_forward",
+        "experimental/cpo/cpo_trainer.py:CPOTrainer.get_batch_logps",
+        "experimental/orpo/orpo_trainer.py:ORPOTrainer.concatenated_forward",
+        "experimental/orpo/orpo_trainer.py:ORPOTrainer.get_batch_logps",
     ),
     "torchtitan": (
         "config/override.py:override",

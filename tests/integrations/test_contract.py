@@ -96,11 +96,16 @@ def test_ours_take_what_theirs_take(package: str, names: dict[str, str | None]) 
 
             assert own(getattr(RtkernelsCallback, event))[:4] == theirs
     elif package == "trl":
-        from rtkernels.models import fused_head
+        from rtkernels.models import fused_head, trl_distillation, trl_pairs
 
+        for name in ("cpo/cpo_trainer.py:CPOTrainer", "orpo/orpo_trainer.py:ORPOTrainer"):
+            for method, wanted in trl_pairs._PARAMETERS.items():
+                assert parameters(names[f"experimental/{name}.{method}"]) == wanted
+        theirs = parameters(names["trainer/distillation_trainer.py:_chunked_divergence_loss"])
+        assert own(trl_distillation._divergence) == [*theirs, "save", "chunk_bytes"]
         assert names["trainer/utils.py:add_fused_lm_head._fused_forward@cells"] == ", ".join(sorted(fused_head._CELLS))
         fields = set(names["trainer/utils.py:FusedCausalLMOutput@fields"].split(", "))
-        assert fields == {"loss", "log_probs", *fused_head._RESULTS, "label_mask", "aux_loss"}
+        assert fields == {"loss", "log_probs", *fused_head.RESULTS, "label_mask", "aux_loss"}
         wanted = "fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None"
         assert names["trainer/utils.py:add_fused_lm_head._fused_forward"] == f"(self, *args, {wanted}, **kwargs)"
     elif package == "vllm":

@@ -331,5 +331,8 @@ def test_topk_distillation(beta: float, tail: bool) -> None:
             student, teacher, support=support, mask=mask, beta=beta, tail=tail, num_items=items
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-        (mine,) = torch.autograd.grad(ours, student, retain_graph=True)
-        assert mine.isfinite().all()
+        (mine,), (wanted,) = (torch.autograd.grad(loss, student, retain_graph=True) for loss in (ours, theirs))
+        assert mine.isfinite().all() and not mine[~support].any()
+        known = support & wanted.isfinite()  # a sum over -inf leaves NaN in TRL's gradient of some rows
+        assert known.any()
+        torch.testing.assert_close(mine[known], wanted[known], rtol=1e-5, atol=1e-6)

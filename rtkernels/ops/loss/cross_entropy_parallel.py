@@ -30,7 +30,8 @@ def vocabulary_range(cols: int, group: Any, first: int | None, size: int | None)
 def gathered(parts: Tensor, group: Any) -> Tensor:
     """Return ``[processes, 5, rows]`` in the order of the ranks: the only communication."""
     out = parts.new_empty(dist.get_world_size(group), *parts.shape)
-    dist.all_gather_into_tensor(out.view(-1, parts.shape[-1]), parts, group=group)
+    if out.numel():  # every process has as many rows
+        dist.all_gather_into_tensor(out.view(-1, parts.shape[-1]), parts, group=group)
     return out
 
 

@@ -44,7 +44,7 @@ def _project(
         functions.add_parts(logits, flat, temperatures, parts, targets, options, wanted, start)
         top = torch.where(parts[0] == -torch.inf, 0.0, parts[0])
         if old is not None:
-            rise = (top - old).unsqueeze(-1)
+            rise = (top - old).unsqueeze(-1).clamp(min=0.0)  # negative only where sums are 0: no score was finite
             if len(kinds) > 1:
                 sums[1].sub_(rise * sums[0])
             sums.mul_((-rise).exp())
@@ -77,7 +77,7 @@ def _backward(
     if dentropy is not None:
         constant = constant - d_entropy * entropy.reshape(-1)
     shift = torch.where(top == -torch.inf, 0.0, top) - stats[0] - stats[1]  # to log-probabilities
-    factor = torch.where(counts, shift.exp(), 0.0)
+    factor = torch.where(counts & (top != -torch.inf), shift.exp(), 0.0)  # -inf: sums are 0
     grads = (factor * (constant - d_entropy * torch.where(factor == 0, 0.0, shift))).unsqueeze(-1) * sums[0]
     if dentropy is not None:
         grads.addcmul_((factor * -d_entropy).unsqueeze(-1), sums[1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime import invariance
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.torch_private import forward_ad, functorch_transform, is_dynamo_compiling, is_legacy_batched
 
@@ -156,20 +157,26 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     gradients (``is_grads_batched``) are tensors without memory; the dispatcher calls operators for one at a time.
     """
 
+    name = backward.__qualname__
+
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        return _added_or_raised(ctx, name, backward(ctx, *grads))
+
     def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
         with _Dispatching():
-            return backward(ctx, *grads)
+            return checked(ctx, *grads)
 
-    message = f"{backward.__qualname__} is differentiable once (once_differentiable): it has no derivative itself"
+    message = f"{name} is differentiable once (once_differentiable): it has no derivative itself"
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
         if is_dynamo_compiling():
             with torch.no_grad():
                 return backward(ctx, *grads)
+        run = backward if invariance.state.highest < 3 else checked
         if not torch.is_grad_enabled():  # nearly always
             try:
-                return backward(ctx, *grads)
+                return run(ctx, *grads)
             except RuntimeError:  # raised by data_ptr, before any launch
                 if not _batched(grads):
                     raise
@@ -180,13 +187,41 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not ways and getattr(ctx, "computed_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
-            results = (dispatched if _batched(grads) else backward)(ctx, *grads)
+            results = (dispatched if _batched(grads) else run)(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
         results = [r if r is None else r.detach().requires_grad_() for r in results]
         raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))
         return raising(*results, *ways)[: len(results)]
 
     return wrapper
+
+
+# Nodes of views and copies: what lies behind one gets its gradient.
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("ToCopy", "View", "ReshapeAlias", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose",
+                 "Permute", "Slice", "Select", "Clone", "Alias", "AsStrided")
+)  # fmt: skip
+
+
+def main_grad_of(node: Any) -> Tensor | None:
+    """Return the ``main_grad`` of the parameter whose view or copy a node belongs to; None without one."""
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    variable = getattr(node, "variable", None)
+    return None if getattr(variable, "grad_added_to_main_grad", False) else getattr(variable, "main_grad", None)
+
+
+def _added_or_raised(ctx: Any, name: str, results: Any) -> Any:
+    """Return gradients at level 3 of batch invariance; raise if one of them would miss its parameter's main_grad."""
+    if invariance.starts_from_result():
+        given = results if isinstance(results, tuple) else (results,)
+        wanted = [grad for grad, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
+        nodes = [node for node, _ in ctx.next_functions if node is not None]
+        for grad, node in zip(wanted, nodes, strict=True):
+            if grad is not None and main_grad_of(node) is not None:
+                invariance.refuse(f"{name}: its gradient of a parameter with a main_grad", invariance.BY_ITSELF)
+    return results
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ def exact(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, opti
     lse = z.logsumexp(-1)
     logp = z - lse.unsqueeze(-1)
     logprob = logp.gather(-1, candidates.long().clamp(min=0)).masked_fill(ignored, 0.0).reshape(ids.shape)
-    entropy = -torch.where(logp == -torch.inf, 0.0, logp.exp() * logp).sum(-1)
+    entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0.0, logp)).sum(-1)
     of_rows = (entropy, lse, logp.exp().square().sum(-1).log(), z.mean(-1))
     top1 = (z.argmax(-1) == candidates[..., 0]) & ~ignored[..., 0]
     return [logprob, *(t.masked_fill(dropped, 0.0) for t in of_rows), top1]
@@ -116,12 +116,20 @@ def test_odd_shapes(place: str) -> None:
         hidden, weight, bias, ids = make(torch.float32, device, 2)
         check((hidden.mT.contiguous().mT, weight.t().contiguous().t(), bias, ids.int().mT.contiguous().mT))
         check((hidden[0, 2], weight, bias, ids[0, 3]))
+        wide = torch.full((1003, 33), torch.nan, device=device)
+        wide[:, :32:2] = weight
+        warm = torch.tensor(0.7, device=device).expand(2, 5)
+        check((hidden[:1].expand(2, -1, -1), wide[:, :32:2], bias, ids), temperature=warm, chunk_bytes=1)
 
 
 @at()
 def test_no_rows(place: str) -> None:
     with running_on(place) as device:
         hidden, weight, _, ids = make(torch.bfloat16, device)
+        states = hidden[:0].clone().requires_grad_()
+        found = linear_logprob(states, weight, ids[:0], save="projected", return_entropy=True)
+        found[0].sum().backward()
+        assert [t.shape for t in found] == [(0, 5)] * 2 and states.grad.shape == (0, 5, 16)
         for save in ("stats", "logits"):
             states, head = hidden[:0].clone().requires_grad_(), weight.clone().requires_grad_()
             found = linear_logprob(states, head, ids[:0], save=save, **ALL)
@@ -156,6 +164,17 @@ def test_ties_and_infinities(place: str) -> None:
             wanted = exact(finite[some].double(), weight.double(), bias.double(), ids[some], {})
             for got, one in zip(found, wanted, strict=True):
                 torch.testing.assert_close(got.double(), one.double(), rtol=1e-6, atol=1e-6)
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("save", ("stats", "logits", "projected"))
+def test_slabs_without_finite_scores(save: str, place: str) -> None:
+    """The first slabs have no finite score, and e to the power of what follows is 0 in fp32."""
+    with running_on(place) as device:
+        hidden, weight, bias, ids = make(torch.float32, device, 2)
+        bias = torch.where(torch.arange(1003, device=device) < 256, -torch.inf, bias - 200.0)
+        ids = torch.where(ids < 0, ids, 256 + ids % (1003 - 256))
+        check((hidden, weight, bias, ids), results=3, save=save, chunk_bytes=1)
 
 
 @at("cpu", "sm_90", "cuda")

@@ -72,6 +72,39 @@ def _check_shards() -> None:
             torch.testing.assert_close(leaf.grad.full_tensor(), one.grad, rtol=2e-5, atol=2e-6)
 
 
+def _check_no_rows(group: Any) -> None:
+    hidden, weight, _, ids = _inputs(2)
+    for more in ({**ALL}, {"save": "projected"}, {"save": "logits", **SOME}):
+        states, head = hidden[:0].clone().requires_grad_(), weight[:200].clone()
+        head.requires_grad_(more.get("save") != "projected")
+        found = rtkernels.linear_logprob(states, head, ids[:0], group=group, **more)
+        found = found if isinstance(found, tuple) else (found,)
+        assert found[0].shape == (0, 4, 2)
+        found[0].sum().backward()
+        assert states.grad.shape == (0, 4, 8) and (head.grad is None or not head.grad.any())
+    labels = torch.zeros(0, dtype=torch.int64)
+    assert rtkernels.cross_entropy(torch.zeros(0, 200), labels, group=group, reduction="none").shape == (0,)
+    none = rtkernels.linear_divergence(states, weight[:200], states.detach(), weight[:200], group=group)
+    assert none.shape == (0, 4)
+
+
+def _check_masked_part(group: Any, rank: int) -> None:
+    """All columns of the first process are masked, and e to the power of the others' scores is 0 in fp32."""
+    hidden, weight, bias, ids = _inputs(0)
+    bias = torch.where(torch.arange(400) < 200, -torch.inf, bias - 200.0)
+    ids = torch.where(ids < 0, ids, 200 + ids % 200)
+    part = slice(200 * rank, 200 * rank + 200)
+    for save in ("stats", "projected"):
+        grads = []
+        for rows, more in ((slice(None), {}), (part, {"group": group})):
+            states = hidden.clone().requires_grad_()
+            given = {"bias": bias[rows], "save": save, **SOME, **more}
+            results = rtkernels.linear_logprob(states, weight[rows], ids, **given)
+            sum(t.sum() for t in results).backward()
+            grads.append(states.grad)
+        torch.testing.assert_close(grads[1], grads[0], rtol=2e-5, atol=2e-6)
+
+
 def _worker(rank: int, world: int, path: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -83,6 +116,8 @@ def _worker(rank: int, world: int, path: str) -> None:
         extra = {"group": group} | ({} if bounds[1] == 200 else {"vocab_start": first, "vocab_size": 400})
         results += [(first, last, _run(k, first, last, case | extra)) for k in (0, 3) for case in CASES]
     _check_shards()
+    _check_no_rows(group)
+    _check_masked_part(group, rank)
     try:
         hidden, weight, _, ids = _inputs(0)
         rtkernels.linear_logprob(hidden, weight, ids, group=group, vocab_start=1, vocab_size=400)
