@@ -17,7 +17,7 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
-from rtkernels.models import gated_norms, mixers, modulated, recognize, replace, rope_view
+from rtkernels.models import chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import loss as losses
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
@@ -176,7 +176,8 @@ def patch(
     by_itself = attention is None and attentions.replace_only_eager(inner)
     if by_itself:
         patcher.record("attention", "", inner, None)
-    elif attention:
+    sparse = [(name, module) for name, module in inner.named_modules() if attention and chosen_keys.is_known(module)]
+    if attention and not by_itself and not sparse:
         patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
         if _gathers_weights(inner):
@@ -187,12 +188,14 @@ def patch(
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
         fusing.fuse(inner, patcher.record)
+    for name, module in sparse:
+        patcher.attempt("attention", name, module, partial(chosen_keys.replace_both, module))
     if loss and losses.takes_labels(inner):
         patcher.attempt("loss", "", inner, partial(losses.replace_loss, inner))
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)] or (by_itself and kind == "attention"))
     result = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = result
-    if attention and result.replaced["attention"]:
+    if attention and result.replaced["attention"] and not sparse:
         replace_generation(inner, result)
     inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:
