@@ -17,7 +17,7 @@ from rtkernels.models import attention as attentions
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
-from rtkernels.models import chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
+from rtkernels.models import chosen_experts, chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import loss as losses
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
@@ -160,8 +160,11 @@ def patch(
             if replace.replaced(module) is not None:
                 for function, reason in mixers.left_alone(module).items():
                     patcher.record("mixer", name, module, f"{function}: {reason}")
+        elif experts and chosen_experts.is_known(module):
+            patcher.visit("experts", name, module, chosen_experts.recognize)
         elif experts and expert_layers.holds_experts(module):
-            patcher.visit("experts", name, module, expert_layers.recognize)
+            if not chosen_experts.is_inside(inner, name):
+                patcher.visit("experts", name, module, expert_layers.recognize)
         elif router and routers.is_router(module):
             patcher.visit("router", name, module, routers.recognize)
         elif rope and rope_view.rotates(module):
