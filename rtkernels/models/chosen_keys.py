@@ -23,6 +23,7 @@ from rtkernels.models.fused_layers import form_of
 from rtkernels.models.merged import has_watched_child, is_plain
 from rtkernels.models.probe import HALVES, NotRecognized, Recognized
 from rtkernels.models.rope_view import replaced_global, viewed
+from rtkernels.models.rotations import rope
 
 Forward = Callable[..., Any]
 Names = tuple[tuple[str, tuple[str, ...]], ...]
@@ -36,7 +37,7 @@ _SCORES = 2**24  # at a time
 
 def is_known(module: nn.Module) -> bool:
     """Return True if a module is an attention over keys that an indexer chooses, in a form that is known here."""
-    return "indexer" in module._modules and _form(module) is not None
+    return hasattr(module, "indexer") and _form(module) is not None
 
 
 def _form(module: nn.Module) -> bool | None:
@@ -52,20 +53,23 @@ def replace_both(module: nn.Module) -> None:
         NotRecognized: The indexer is another one, or an instance has a forward of its own.
     """
     replace.check_own_forward(module)
+    names = _names(module)
     if module.indexer is not None:
-        replace.change(module.indexer, _indexer_kind(module.indexer))
-    options = (("names", _names(module)), ("with_indices", _form(module)))
+        replace.change(module.indexer, _indexer_kind(module.indexer, bool(names)))
+    options = (("names", names), ("with_indices", _form(module)))
     replace.change(module, Recognized("chosen_keys", options))
 
 
-def _indexer_kind(module: nn.Module) -> Recognized:
+def _indexer_kind(module: nn.Module, rotates: bool) -> Recognized:
+    """Return how an indexer is replaced; its rotation, too, if that of its attention was."""
     forward = replace.original_of(type(module)).forward
     # torch.no_grad() wraps it; a wrapper of another library may do anything.
     plain = getattr(forward, "__globals__", {}).get("__name__") == "torch.utils._contextlib"
     rotation = INDEXERS.get(form_of(inspect.unwrap(forward))) if plain else None
     if rotation is None:
         raise NotRecognized("the forward of its indexer is none that is known here")
-    return Recognized("indexer", (("names", _names(module)), ("rotation", rotation)))
+    names = ((rotation, rope(inspect.unwrap(forward).__globals__[rotation])),) if rotates else ()
+    return Recognized("indexer", (("names", names), ("rotation", rotation)))
 
 
 def _names(module: nn.Module) -> Names:

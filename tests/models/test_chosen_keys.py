@@ -142,16 +142,17 @@ def test_calls_that_are_left_to_the_model() -> None:
         assert torch.equal(module(**{**named, **short, "position_embeddings": tables})[0], want[0][:, :5])
 
 
-def test_other_indexers_keep_their_reason() -> None:
+def test_other_forms_keep_their_reason() -> None:
     model = build("DeepseekV32")
-
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
-        return hidden_states, None
-
-    layer = type(model.model.layers[0].self_attn)
-    with mock.patch.object(layer, "forward", forward):
+    with mock.patch.dict(chosen_keys.ATTENTIONS, clear=True):
         report = patched(model, attention=True)
     assert not report.replaced["attention"]
+    assert any("does something else where the attention is not called" in s.reason for s in report.left_alone)
+    with mock.patch.dict(chosen_keys.INDEXERS, clear=True):
+        models.unpatch(model)
+        report = patched(model, attention=True)
+    reasons = {site.reason for site in report.left_alone if site.kind == "attention"}
+    assert reasons == {"the forward of its indexer is none that is known here"}
 
 
 def test_unpatched_again() -> None:
