@@ -123,7 +123,8 @@ def patch(
         attention: Use :func:`rtkernels.attention` instead of the model's attention, and capture the decoding steps of
             ``generate()`` in CUDA graphs. By default (None) only in models with sinks (GPT-OSS) that use eager
             attention because transformers has no other for them, and without capturing. In other models it is about as
-            fast in training as cuDNN's attention, and it has no dropout.
+            fast in training as cuDNN's attention, and it has no dropout. In DeepSeek-V3.2 and GLM-MoE-DSA it replaces
+            the indexer and, without gradients, the sparse attention, both without capturing.
         fp8: Multiply fp8 codes in linear layers, forward and backward. True or "block" (one scale per 128 activations
             and per 128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` for more options. The head and layers
             too small to gain are left alone. Parameters and gradients keep their dtypes.

@@ -50,8 +50,6 @@ def orthogonalize_(x: Tensor, coefficients: Sequence[Coefficients], eps: float, 
     Returns:
         A tensor like x; bfloat16, or float16 from the Gram form.
     """
-    if not x.numel():
-        return x
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=eps)
     if not uses_gram(x.shape[1], x.shape[2], gram) or not coefficients:
         return _iterate(x.div_(norm), coefficients)
