@@ -152,7 +152,7 @@ def test_gradients(name: str, limited: bool, place: str) -> None:
     tokens, heads, keys, count, width, value_width, dtype = GRADIENTS[name]
     q, kv = random(tokens, heads, width).to(dtype), random(keys, width, seed=1).to(dtype)
     indices = choice(tokens, count, keys)
-    indices[:, ::3] = indices[:, :1]
+    indices[:, ::3] = indices[:, :1].clone()
     indices[0, 1:] = -1
     indices[-1, 1 :: 2] = keys if name == "many" else -1
     positions = (torch.arange(tokens) * 6 - 1).int() if limited else None  # the first token has no keys
