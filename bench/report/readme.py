@@ -194,8 +194,8 @@ def page(accepted: dict[str, Any], rows: Iterable[Row], pictures: Iterable[str] 
 
 
 _UNRECORDED = """\
-Rows that no run of `python -m bench run` has measured; `--missing` measures them. Tuning scripts measured some of these ops:
-[decisions](decisions/README.md)."""
+Rows that no run of `python -m bench run` has measured; `--missing` measures them. Tuning scripts measured some of these
+ops: [decisions](decisions/README.md)."""
 _WITHOUT_PEAK = """\
 Rows of products and attention whose run did not measure the peak of the tensor cores; `--without-peak` adds it."""
 

@@ -178,7 +178,8 @@ def _attention(original: type[nn.Module], names: Names, with_indices: bool) -> F
         (batch, tokens), sizes = x.shape[:2], [self.qk_nope_head_dim, self.qk_rope_head_dim]
         latent, width = self.kv_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim
         q_resid = self.q_a_layernorm(self.q_a_proj(x))
-        q_pass, q_rot = self.q_b_proj(q_resid).view(batch, tokens, -1, self.qk_head_dim).transpose(1, 2).split(sizes, -1)
+        heads = self.q_b_proj(q_resid).view(batch, tokens, -1, self.qk_head_dim).transpose(1, 2)
+        q_pass, q_rot = heads.split(sizes, -1)
         kv, k_rot = self.kv_a_proj_with_mqa(x).split([latent, self.qk_rope_head_dim], -1)
         kv = self.kv_a_layernorm(kv).unsqueeze(1)
         q_rot, k_rot = rotate(q_rot, k_rot.unsqueeze(1), *position_embeddings)

@@ -14,10 +14,10 @@ from torch import nn
 
 from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models import attention as attentions
+from rtkernels.models import chosen_experts, chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
-from rtkernels.models import chosen_experts, chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import loss as losses
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe

@@ -18,7 +18,7 @@ def gradients(
 
     Gradients of latents are rows that the gradient of an embedding adds by key, without atomics.
     """
-    (tokens, heads, width), (keys, count) = q.shape, (kv.shape[0], indices.shape[1])
+    tokens, width, keys, count = q.shape[0], q.shape[2], kv.shape[0], indices.shape[1]
     dq, dsinks = torch.zeros_like(q, memory_format=torch.contiguous_format), None
     total = torch.zeros((keys, width), dtype=torch.float32, device=kv.device)
     if sinks is not None:

@@ -141,7 +141,11 @@ def test_empty(place: str) -> None:
 
 
 # tokens, heads, keys, count, width, value width, type
-GRADIENTS = {"one": (1, 1, 3, 2, 8, 8, FP16), "many": (7, 5, 40, 33, 72, 56, BF16), "all of it": (3, 2, 9, 9, 576, 512, BF16)}
+GRADIENTS = {
+    "one": (1, 1, 3, 2, 8, 8, FP16),
+    "many": (7, 5, 40, 33, 72, 56, BF16),
+    "all of it": (3, 2, 9, 9, 576, 512, BF16),
+}
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
