@@ -168,6 +168,7 @@ def _pictures(names: Iterable[str]) -> list[str]:
 
 def page(accepted: dict[str, Any], rows: Iterable[Row], pictures: Iterable[str] = ()) -> str:
     """The text of docs/performance.md; `pictures`: file names in docs/pictures."""
+    rows = list(rows)
     measured = {(row["row"], row["shape"]): row for row in accepted["rows"]}
     gpu = accepted["runs"][0]["gpu"]
     measured_peak = any("of_peak" in row for row in accepted["rows"])
@@ -176,7 +177,7 @@ def page(accepted: dict[str, Any], rows: Iterable[Row], pictures: Iterable[str] 
     lines += _pictures(pictures) if pictures else ()
     for title, fresh in zip(("By width", "Other ops", "Mixture of experts"), tables(measured, rows), strict=True):
         lines += [f"## {title}", "", *fresh, ""]
-    lines += strong_peers.lines(gpu)
+    lines += strong_peers.lines(gpu) + _gaps(accepted, rows)
     if accepted["layers"]:
         lines += ["## Whole layers", "", *_layers(accepted["layers"]), ""]
     if accepted["host"]:
@@ -190,6 +191,33 @@ def page(accepted: dict[str, Any], rows: Iterable[Row], pictures: Iterable[str] 
             f"driver {run['driver']}{', ' + peers if peers else ''}: {count} rows"
         )
     return "\n".join([*lines, ""])
+
+
+_UNRECORDED = """\
+Rows that no run of `python -m bench run` has measured; `--missing` measures them. Tuning scripts measured some of these
+ops: [decisions](decisions/README.md)."""
+_WITHOUT_PEAK = """\
+Rows of products and attention whose run did not measure the peak of the tensor cores; `--without-peak` adds it."""
+
+
+def _gaps(accepted: dict[str, Any], rows: list[Row]) -> list[str]:
+    """Return a list of the rows without a record, and one of those whose record lacks the share of the peak."""
+    commits = {(r["row"], r["shape"]) for r in accepted["rows"] if accepted["runs"][r["run"]].get("commit")}
+    shares = {(r["row"], r["shape"]): "of_peak" in r for r in accepted["rows"]}
+    unrecorded = [row for row in rows if (row.name, row.shape) not in commits]
+    without = [row for row in rows if row.flops and shares.get((row.name, row.shape)) is False]
+    lines = []
+    for title, text, found in (
+        ("Rows without a record", _UNRECORDED, unrecorded),
+        ("Rows without the peak of their run", _WITHOUT_PEAK, without),
+    ):
+        shapes: dict[str, list[str]] = {}
+        for row in found:
+            shapes.setdefault(row.name, []).append(row.shape)
+        body = [[name, str(len(of_name)), "; ".join(of_name)] for name, of_name in shapes.items()]
+        if found:
+            lines += [f"## {title}", "", text, "", *report.table(["row", "count", "shapes"], body), ""]
+    return lines
 
 
 def _layers(layers: dict[str, Any]) -> list[str]:

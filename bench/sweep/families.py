@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 
 from bench.rows.act import glu
 from bench.rows.attention import attention, decode
-from bench.rows.gemm import gated_mm, scaled_mm
+from bench.rows.gemm import gated_mm, grouped_mm, scaled_mm
 from bench.rows.loss import cross_entropy
 from bench.rows.moe import moe_permute
 from bench.rows.norm import layer_norm, rms_norm
@@ -139,6 +140,15 @@ def _moe_permute(rng: random.Random) -> Draw:
     return Draw(rng.choice(list(moe_permute.permute_rows(case))))
 
 
+def _grouped_mm(rng: random.Random) -> Draw:
+    n, k, experts = sizes.hidden(rng), sizes.hidden(rng), sizes.experts(rng)
+    experts = max(1, min(experts, sizes.MAX_ELEMENTS // (n * k)))
+    pairs = sizes.rows(rng, max(n, k)) * rng.randint(1, 8)  # of tokens and experts
+    pairs = min(pairs, sizes.MAX_ELEMENTS // max(n, k))
+    chosen = Counter(rng.choices(range(experts), [rng.expovariate(1.0) for _ in range(experts)], k=pairs))
+    return Draw(grouped_mm.uneven(tuple(chosen[i] for i in range(experts)), n, k))
+
+
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "sum.dim_IntList": lambda x, dim: x.sum(dim),
     "mean.dim": lambda x, dim: x.mean(dim),
@@ -196,6 +206,7 @@ FAMILIES: dict[str, Callable[[random.Random], Draw]] = {
     "router_gemm": _router_gemm,
     "topk_router": _topk_router,
     "moe_permute": _moe_permute,
+    "grouped_mm": _grouped_mm,
     "reduction": _reduction,
 }
 

@@ -135,7 +135,7 @@ def _recognized(module: nn.Module) -> tuple[type[nn.Module], Recognized]:
         )
     # The model's own loop, not the class's forward, which would look up the name and come back here.
     own = SimpleNamespace(forward=inspect.unwrap(cls.forward))
-    _forwards[cls, answer] = replace.forward_of("experts", own, **dict(answer.options))
+    _forwards[cls, answer] = replace.forward_of(answer.kind, own, **dict(answer.options))
     module.__dict__[_KEY] = cls, answer
     return cls, answer
 

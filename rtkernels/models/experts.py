@@ -27,10 +27,12 @@ from rtkernels.models.probe import (
     difference,
     normal,
     probing,
+    rows_of_scales,
     twin_of,
 )
 from rtkernels.models.recognize import activations
 from rtkernels.models.reuse import glu
+from rtkernels.ops.act.act import KINDS
 from rtkernels.ops.gemm.weight_gradient import TokenBlocks
 from rtkernels.runtime.invariance import OF_EXPERTS, level, refuse, starts_from_result
 from rtkernels.runtime.operator.autograd import once_differentiable
@@ -61,24 +63,27 @@ def recognize(module: nn.Module) -> Recognized:
     Raises:
         NotRecognized: It is none of ours.
     """
-    act = activation_of(module)
+    _check_interface(module)
+    act, first = (activation_of if module.has_gate else _activation_alone)(module), _first(module)
     check_plain(module)
     given = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
-    biases = {"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set()
-    if set(given) != {"gate_up_proj", "down_proj"} | biases:
-        raise NotRecognized(f"its parameters are {', '.join(given)}; expected gate_up_proj, down_proj and biases")
+    biases = {f"{first}_bias", "down_proj_bias"} if module.has_bias else set()
+    if set(given) != {first, "down_proj"} | biases:
+        raise NotRecognized(f"its parameters are {', '.join(given)}; expected {first}, down_proj and biases")
     widths = {size for shape in given.values() for size in shape[1:]}
     if any(len(shape) not in (2, 3) for shape in given.values()) or not widths <= set(_sizes(module, given)):
         raise NotRecognized("the sizes of its weights do not fit each other")
-    options = (
-        ("act", act),
-        ("bias", module.has_bias),
-        ("concatenated", module.is_concatenated),
-        ("transposed", module.is_transposed),
-    )
-    kind = Recognized("experts", options)
+    options = (("act", act), ("bias", module.has_bias), ("transposed", module.is_transposed))
+    kind = Recognized("plain_experts", options)
+    if module.has_gate:
+        kind = Recognized("experts", (*options[:2], ("concatenated", module.is_concatenated), options[2]))
     _prove(module, kind, given)
     return kind
+
+
+def _first(module: nn.Module) -> str:
+    """Return the name of the first projection's weight."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 @probing()
@@ -88,12 +93,9 @@ def activation_of(module: nn.Module) -> str:
     Raises:
         NotRecognized: The activation is none of ours, or there is no gate.
     """
-    if not is_experts(module):
-        raise NotRecognized("it is not of transformers' experts interface")
+    _check_interface(module)
     if not module.has_gate:
         raise NotRecognized("its experts have no gate")
-    if getattr(module, "has_post_expert_norm", False):
-        raise NotRecognized("it normalises the results of experts")
 
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         both = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
@@ -105,12 +107,31 @@ def activation_of(module: nn.Module) -> str:
     return found[0]
 
 
+def _check_interface(module: nn.Module) -> None:
+    if not is_experts(module):
+        raise NotRecognized("it is not of transformers' experts interface")
+    if getattr(module, "has_post_expert_norm", False):
+        raise NotRecognized("it normalises the results of experts")
+
+
+@probing()
+def _activation_alone(module: nn.Module) -> str:
+    """Return the activation of experts without a gate."""
+    trials = [Trial("for rows of any scale", (rows_of_scales(9, 64),))]
+    trials.append(Trial("for large numbers", (normal(3, 64, seed=3) * 1e8,)))
+    own = getattr(twin_of(module, {}), "act_fn", None)
+    for kind in KINDS if callable(own) else ():
+        if not any(difference(partial(rtkernels.act, kind=kind), own, trial) for trial in trials):
+            return kind
+    raise NotRecognized("its activation is none of ours")
+
+
 def _sizes(module: nn.Module, given: dict[str, tuple[int, ...]]) -> dict[int, int]:
     """Map the widths of an expert layer to those of a small twin; equal widths stay equal."""
-    _, both, hidden = given["gate_up_proj"]
+    _, both, hidden = given[_first(module)]
     if module.is_transposed:
         both, hidden = hidden, both
-    return {hidden: 24, both: 32, both // 2: 16}
+    return {hidden: 24, both: 32, both // 2: 16} if module.has_gate else {hidden: 24, both: 16}
 
 
 def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]]) -> None:
@@ -119,15 +140,16 @@ def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]
     Raises:
         NotRecognized: They differ.
     """
-    experts, sizes = given["gate_up_proj"][0], _sizes(module, given)
+    first = given[_first(module)]
+    experts, sizes = first[0], _sizes(module, given)
     attributes = {old: new for old, new in sizes.items() if old != experts}  # the number of experts stays
     shapes = {name: (experts, *(sizes[size] for size in shape[1:])) for name, shape in given.items()}
-    hidden = given["gate_up_proj"][1 if module.is_transposed else 2]
+    hidden = first[1 if module.is_transposed else 2]
     width, count = sizes[hidden], min(experts, 3)
     theirs = type(module).forward
     if getattr(getattr(module, "config", None), "_experts_implementation", "eager") not in _ON_CPU:
         theirs = inspect.unwrap(theirs)
-    ours = replace.forward_of("experts", type(module), **dict(kind.options))
+    ours = replace.forward_of(kind.kind, type(module), **dict(kind.options))
     drawn = torch.rand(11, experts, generator=torch.Generator().manual_seed(5), dtype=torch.float32, device="cpu")
     chosen = drawn.argsort(-1)[:, :count]
     settings = [(torch.float32, True), (torch.float32, False), *((dtype, True) for dtype in HALVES)]
@@ -294,3 +316,27 @@ def _experts(
 
 
 replace.register("experts", _experts)
+
+
+def _plain_experts(original: type[nn.Module], act: str, bias: bool, transposed: bool) -> Callable[..., Any]:
+    own = original.forward
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        if hidden_states.dtype != self.up_proj.dtype or hidden_states.dim() != 2 or has_watched_child(self):
+            return own(self, hidden_states, top_k_index, top_k_weights)
+        index = rtkernels.moe_index(top_k_index, self.num_experts)
+        ends, tokens = index.offsets[1:], _token_blocks(index) if starts_from_result() else None
+        expert = _expert_of_row(index) if bias else None
+        y = rtkernels.moe_permute(hidden_states, index)
+        for name in ("up_proj", "down_proj"):
+            y = _grouped(y, getattr(self, name), ends, transposed, tokens)
+            if bias:
+                y = _BiasAndHalves.apply(y, getattr(self, f"{name}_bias"), expert, False)
+            if name == "up_proj":
+                y = rtkernels.act(y, act)
+        return rtkernels.moe_unpermute(y, index, probs=top_k_weights, dense_probs=False)
+
+    return forward
+
+
+replace.register("plain_experts", _plain_experts)

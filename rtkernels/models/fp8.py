@@ -293,9 +293,11 @@ def replace_experts(module: nn.Module, recipe: Recipe) -> None:
     """Let a replaced expert layer multiply fp8 codes.
 
     Raises:
-        NotRecognized: It has biases, a different weight layout, or unsupported sizes.
+        NotRecognized: It has no gate, it has biases, a different weight layout, or unsupported sizes.
     """
     kind = replace.replaced(module)
+    if kind is not None and kind.kind == "plain_experts":
+        raise NotRecognized("its experts have no gate")
     if kind is None or kind.kind != "experts":
         raise NotRecognized("it was not replaced")
     options = dict(kind.options)

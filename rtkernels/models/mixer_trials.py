@@ -93,18 +93,19 @@ def _scan_trials() -> Trials:
 
 
 def _scan_step_trials() -> Trials:
-    for groups, states, dtype in ((1, 16, torch.bfloat16), (2, 24, torch.float16)):
+    for groups, states, gated, dtype in ((1, 16, False, torch.bfloat16), (2, 24, True, torch.float16)):
         heads, width = 4, 8
         shapes = (
             (2, heads, width, states), (2, heads, width), (2, heads, 1), (heads,), (2, groups, states),
-            (2, groups, states), (heads,), (heads,),
+            (2, groups, states), (heads,), (heads,), (2, heads, width),
         )  # fmt: skip
-        dtypes = (torch.float32, dtype, torch.float32, torch.float32, dtype, dtype, torch.float32, torch.float32)
+        dtypes = (torch.float32, dtype, torch.float32, torch.float32, dtype, dtype, torch.float32, torch.float32, dtype)
 
-        def call(f, s, x, dt, a, b, c, d, bias, width=width):
+        def call(f, s, x, dt, a, b, c, d, bias, z, width=width, gated=gated):
             s, rate = s.clone(), (-a.abs())[:, None, None].expand(-1, width, s.shape[-1])
             d, bias = (t[:, None].expand(-1, width) for t in (d, bias))
-            y = f(s, x, dt.expand(-1, -1, width), rate, b, c, d, z=None, dt_bias=bias, dt_softplus=True)
+            gate = z if gated else None
+            y = f(s, x, dt.expand(-1, -1, width), rate, b, c, d, z=gate, dt_bias=bias, dt_softplus=True)
             return y, s
 
         yield _trial("for one token", *shapes, dtypes=dtypes, gradients=False), call, False

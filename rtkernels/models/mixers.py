@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.mixer_trials import TRIALS
-from rtkernels.models.probe import NotRecognized, Recognized, difference, probing
+from rtkernels.models.probe import NotRecognized, Recognized, difference, positional, probing
 from rtkernels.models.rope_view import viewed
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -75,13 +75,29 @@ def _why_not(function: Function, name: str) -> str:
 def _mixer(original: type[nn.Module], names: tuple[tuple[str, tuple[str, ...]], ...]) -> Function:
     own = original.forward
     inner = viewed(inspect.unwrap(own), dict(names), _replacement)
+    named = positional(inspect.unwrap(own))[1:3]  # the hidden states and the cache
 
     def forward(self, *args, **kwargs):
         if any("_hf_hook" in child.__dict__ for child in self._modules.values() if child is not None):
             return own(self, *args, **kwargs)  # accelerate moves the weights of children that are not called
+        if _is_packed(kwargs) and _is_behind_others(self, dict(zip(named, args, strict=False)) | kwargs, named):
+            return own(self, *args, **kwargs)
         return inner(self, *args, **kwargs)
 
     return forward
+
+
+def _is_behind_others(module: nn.Module, given: dict[str, Any], named: list[str]) -> bool:
+    """Return True if the cache puts rows before those of a call, so that they are not where `cu_seqlens` says.
+
+    These are earlier inputs, or zeros if there are fewer rows than taps.
+    """
+    x, cache = (given.get(name) for name in named) if len(named) == 2 else (None, None)
+    if cache is None or not isinstance(x, Tensor):
+        return False
+    known = getattr(cache, "has_previous_state", None)
+    taps = next((c.kernel_size[0] for c in module._modules.values() if isinstance(c, nn.Conv1d)), 0)
+    return not callable(known) or bool(known(module.layer_idx)) or x.shape[1] < taps
 
 
 replace.register("mixer", _mixer)
@@ -239,11 +255,11 @@ def _scan_step(original: Function) -> Function:
         state, hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False, z=None, **kwargs
     ):
         fits = (
-            _alike(hidden_states, B, C, dtypes=_HALVES)
+            _alike(hidden_states, B, C, *(() if z is None else (z,)), dtypes=_HALVES)
             and state.dtype == torch.float32
             and state.is_contiguous()
             and not torch.is_grad_enabled()
-            and z is None
+            and (z is None or z.shape == hidden_states.shape)
             and hidden_states.dim() == 3
             and _is_expanded(dt, 3, 2)
             and _is_expanded(A, 3, 1)
@@ -257,9 +273,10 @@ def _scan_step(original: Function) -> Function:
                 state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs
             )
         factors = {"D": None if D is None else D[:, 0], "dt_bias": None if dt_bias is None else dt_bias[:, 0]}
-        return rtkernels.ssd_step(
+        out = rtkernels.ssd_step(
             hidden_states, dt[..., 0], A[:, 0, 0], B, C, state, dt_softplus=dt_softplus, **factors
         )
+        return out if z is None else rtkernels.glu(z, out)
 
     return mamba2_selective_state_update
 

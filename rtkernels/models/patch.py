@@ -14,10 +14,10 @@ from torch import nn
 
 from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models import attention as attentions
+from rtkernels.models import chosen_experts, chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
-from rtkernels.models import gated_norms, mixers, modulated, recognize, replace, rope_view
 from rtkernels.models import loss as losses
 from rtkernels.models import router as routers
 from rtkernels.models.fp8_linear import Recipe, check_recipe
@@ -123,7 +123,8 @@ def patch(
         attention: Use :func:`rtkernels.attention` instead of the model's attention, and capture the decoding steps of
             ``generate()`` in CUDA graphs. By default (None) only in models with sinks (GPT-OSS) that use eager
             attention because transformers has no other for them, and without capturing. In other models it is about as
-            fast in training as cuDNN's attention, and it has no dropout.
+            fast in training as cuDNN's attention, and it has no dropout. In DeepSeek-V3.2 and GLM-MoE-DSA it replaces
+            the indexer and, without gradients, the sparse attention, both without capturing.
         fp8: Multiply fp8 codes in linear layers, forward and backward. True or "block" (one scale per 128 activations
             and per 128 x 128 weights), "row", "tensor", or an :class:`Fp8Recipe` for more options. The head and layers
             too small to gain are left alone. Parameters and gradients keep their dtypes.
@@ -160,8 +161,11 @@ def patch(
             if replace.replaced(module) is not None:
                 for function, reason in mixers.left_alone(module).items():
                     patcher.record("mixer", name, module, f"{function}: {reason}")
+        elif experts and chosen_experts.is_known(module):
+            patcher.visit("experts", name, module, chosen_experts.recognize)
         elif experts and expert_layers.holds_experts(module):
-            patcher.visit("experts", name, module, expert_layers.recognize)
+            if not chosen_experts.is_inside(inner, name):
+                patcher.visit("experts", name, module, expert_layers.recognize)
         elif router and routers.is_router(module):
             patcher.visit("router", name, module, routers.recognize)
         elif rope and rope_view.rotates(module):
@@ -176,7 +180,8 @@ def patch(
     by_itself = attention is None and attentions.replace_only_eager(inner)
     if by_itself:
         patcher.record("attention", "", inner, None)
-    elif attention:
+    sparse = [(name, module) for name, module in inner.named_modules() if attention and chosen_keys.is_known(module)]
+    if attention and not by_itself and not sparse:
         patcher.attempt("attention", "", inner, partial(attentions.replace_attention, inner))
     if recipe is not None:
         if _gathers_weights(inner):
@@ -187,12 +192,14 @@ def patch(
             if fusing.is_layer(module):
                 quantized.replace_norms(module, "served_norm")
         fusing.fuse(inner, patcher.record)
+    for name, module in sparse:
+        patcher.attempt("attention", name, module, partial(chosen_keys.replace_both, module))
     if loss and losses.takes_labels(inner):
         patcher.attempt("loss", "", inner, partial(losses.replace_loss, inner))
     asked = tuple(kind for kind in KINDS if options[_OPTIONS.get(kind, kind)] or (by_itself and kind == "attention"))
     result = PatchReport(patcher.sites, asked, options)
     inner.__dict__[_REPORT] = result
-    if attention and result.replaced["attention"]:
+    if attention and result.replaced["attention"] and not sparse:
         replace_generation(inner, result)
     inner.__dict__[_FIRST] = inner.register_forward_pre_hook(_first_call)
     try:

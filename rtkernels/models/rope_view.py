@@ -84,6 +84,14 @@ def viewed(
     return copy
 
 
+def replaced_global(
+    forward: types.FunctionType, names: tuple[tuple[str, tuple[str, ...]], ...], name: str
+) -> Callable[..., Any]:
+    """Return our rotation for a global that `forward` calls if it is among `names`, else the global itself."""
+    original, forms = forward.__globals__[name], dict(names).get(name)
+    return original if forms is None else _rotation(original, forms)
+
+
 def _view(
     names_of_file: dict[str, Any], names: dict[str, tuple[str, ...]], make: Callable[..., Any]
 ) -> types.ModuleType:

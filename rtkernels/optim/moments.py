@@ -20,6 +20,7 @@ _CODES = {"8bit": torch.uint8, "fp8": torch.float8_e4m3fn}
 NAMES = {"fp32": ("exp_avg", "exp_avg_sq"), "8bit": ("state1", "state2"), "fp8": ("exp_avg", "exp_avg_sq")}
 SCALES = {"8bit": ("absmax1", "absmax2"), "fp8": ("exp_avg_scale", "exp_avg_sq_scale")}
 _MAPS = ("qmap1", "qmap2")
+_WRAPPED = "__bnb_optimizer_quant_state__"  # where state dicts of bitsandbytes have the moments, hidden from FSDP
 
 
 def is_coded(p: Tensor, kind: str) -> bool:
@@ -54,6 +55,7 @@ def _zeros(p: Tensor, dtype: torch.dtype) -> Tensor:
 
 def loaded(p: Tensor, given: dict[str, Any], kind: str) -> dict[str, Tensor]:
     """Return the moments of a state dict (ours, torch's, bitsandbytes' or TorchAO's) as `kind` keeps them."""
+    given = {**given, **given.get(_WRAPPED, {})}
     names = NAMES["8bit"] if "state1" in given else NAMES["fp32"]
     values = [given.get(name) for name in names]
     if any(value is None for value in values):

@@ -197,7 +197,7 @@ def _updates(items: list[tuple], group: dict[str, Any]) -> Tensor:
 
 
 def _orthogonalized(x: Tensor, orthogonal: Any) -> Tensor:
-    return orthogonal(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+    return orthogonal(x.reshape(-1, *x.shape[-2:])).reshape(x.shape) if x.numel() else x
 
 
 def _apply(items: list[tuple], directions: Sequence[Tensor], group: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ FAMILIES = {
     "loss": {"reduce", "gemm"},
     "router": {"norm", "quant", "gemm"},
     "gemm": {"quant", "layout", "act"},
-    "attention": {"gemm", "norm", "reduce", "rope"},
+    "attention": {"gemm", "index", "norm", "reduce", "rope"},
     "conv": {"gemm"},
 }
 # Families without public functions: behind torch's operators, tested in tests/aten, timed by ``python -m bench aten``.

@@ -45,6 +45,7 @@ COPIED = {
     "nonzero_mv": "sums of parts of the rows are allocated for each call",
     "sage_attention": "what smoothing took from lse is added by torch",
     "smooth_factors": "it is a formula of torch on one vector",
+    "sparse_mla": "the log-sum-exp is computed with the result, and allocated if it is not asked for",
     "ssd": "time steps and decays are computed by torch first",
 }
 # In the emulator; the others with --full, and all of them on a GPU.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rtkernels import models
 from rtkernels.errors import RtkError
-from rtkernels.models import attention
+from rtkernels.models import attention, chosen_keys
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -113,8 +113,9 @@ def test_position_bias_has_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_that_knows_names_is_left_alone(kind: str) -> None:
+def test_sparse_attention_that_knows_names_is_left_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(chosen_keys, "ATTENTIONS", {})  # else these forms are known
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this transformers")
     model = build(kind, index_topk=4)

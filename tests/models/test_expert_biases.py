@@ -1,4 +1,7 @@
-"""Experts with biases and alternating columns (GPT-OSS): rows that no product writes do not reach any sum."""
+"""Experts with biases and alternating columns (GPT-OSS), or without a gate (Nemotron-H).
+
+Rows that no product writes do not reach any sum.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,35 @@ def test_the_model_keeps_loss_and_gradients() -> None:
     assert same_loss == pytest.approx(loss, rel=1e-6) and largest_error(same, gradients) <= 1e-5
 
 
+def test_experts_without_a_gate() -> None:
+    model = build("nemotron_h")
+    (layer,) = (module for module in model.modules() if experts.is_experts(module))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    loss, gradients = loss_and_gradients(model)
+    report = models.patch(model)
+    assert report.replaced["experts"] == 1 and not report.left_alone
+    same_loss, same = loss_and_gradients(model)
+    assert same_loss == pytest.approx(loss, rel=1e-6) and largest_error(same, gradients) <= 1e-5
+    models.unpatch(model)
+    layer.act_fn = nn.Tanh()
+    reasons = [site.reason for site in models.patch(model).left_alone]
+    assert reasons == ["its activation is none of ours"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_not_written(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h"])
+def test_rows_that_are_not_written(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices of experts on other ranks (expert parallelism) leave rows at the end that products do not write."""
-    model = models.patched(lambda: build("gpt_oss", num_hidden_layers=1).to(dtype))
-    layer = model.model.layers[0].mlp.experts
+    model = models.patched(lambda: build(name).to(dtype))
+    layer = next(module for module in model.modules() if experts.is_experts(module))
     torch.manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.2)
+    count = layer.num_experts
     x = torch.randn(12, 64, dtype=dtype)
-    chosen = torch.stack([torch.randperm(8)[:2] for _ in range(12)])
-    chosen[:5, 1] = 8  # nobody
+    chosen = torch.stack([torch.randperm(count)[:2] for _ in range(12)])
+    chosen[:5, 1] = count  # nobody
     weights = torch.rand(12, 2, dtype=dtype)
     weights[:5, 1] = 0
     grouped = experts._grouped
@@ -73,4 +94,4 @@ def test_rows_that_are_not_written(dtype: torch.dtype, monkeypatch: pytest.Monke
         results.append([y.detach(), leaf.grad, probs.grad, *(p.grad.clone() for p in layer.parameters())])
     for clean, other in zip(*results, strict=True):
         assert torch.isfinite(other).all() and torch.equal(clean, other)
-    assert layer.gate_up_proj_bias.grad.abs().sum() > 0 and layer.down_proj_bias.grad.abs().sum() > 0
+    assert all(parameter.grad.abs().sum() > 0 for parameter in layer.parameters())

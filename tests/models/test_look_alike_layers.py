@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import rtkernels
 from rtkernels import models
+from rtkernels.models import chosen_experts
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -77,7 +78,8 @@ def test_as_many_experts_as_columns() -> None:
     assert report.replaced["experts"] == 2, report
 
 
-def test_candidates_by_role_are_reported() -> None:
+def test_candidates_by_role_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_experts, "FORMS", set())
     report = models.patch(build("llama4_text"))
     assert {(site.kind, site.module) for site in report.left_alone} == {("experts", "Llama4TextExperts")}
     with pytest.raises(rtkernels.errors.RtkError, match="Llama4TextExperts"):

@@ -168,6 +168,19 @@ def test_state_is_that_of_bitsandbytes() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_state_dicts_of_bitsandbytes_hide_moments_from_fsdp() -> None:
+    """Those of 0.50 have them in a dict of their own."""
+    params, optimizer = _stepped("8bit")
+    state = copy.deepcopy(optimizer.state_dict())
+    for i, one in state["state"].items():
+        hidden = {name: one.pop(name) for name in list(one) if name != "step"}
+        state["state"][i] = {**one, "__bnb_optimizer_quant_state__": hidden}
+    again = AdamW([Parameter(p.detach().clone()) for p in params], lr=1e-2, state="8bit")
+    again.load_state_dict(state)
+    for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", [*KINDS, "torch", "torchao"])
 def test_states_are_converted(kind, source) -> None:

@@ -239,6 +239,15 @@ def test_wrong_options(options, message) -> None:
         Muon(parameters("cpu"), **options)
 
 
+@pytest.mark.parametrize("gram", [False, True])
+def test_parameters_without_elements(gram: bool) -> None:
+    params = parameters("cpu", shapes=((0, 40), (40, 0), (0, 3, 5), (3, 5)))
+    optimizer = Muon(params, lr=0.02, gram=gram)
+    set_grads(params, 0)
+    optimizer.step()
+    assert [tuple(p.shape) for p in params] == [(0, 40), (40, 0), (0, 3, 5), (3, 5)] and params[3].isfinite().all()
+
+
 def test_vectors_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"has shape \(5,\); expected two or three dimensions"):
         Muon([Parameter(torch.randn(5))])

@@ -63,6 +63,25 @@ def _fused(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return torch._grouped_mm(a, b.transpose(1, 2), offs=offs)
 
 
+def _uneven(device: str, generator: torch.Generator, counts: tuple[int, ...], n: int, k: int) -> dict[str, Any]:
+    a, b = _random(device, generator, sum(counts), k), _random(device, generator, len(counts), n, k)
+    return {"a": a.bfloat16(), "b": b.bfloat16(), "offs": torch.tensor(counts).cumsum(0).int().to(device)}
+
+
+def uneven(counts: tuple[int, ...], n: int, k: int) -> Row:
+    """Return a row of bf16 groups of any sizes."""
+    total, groups = sum(counts), len(counts)
+    return Row(
+        name="grouped_mm",
+        shape=f"{groups} groups of {min(counts)} to {max(counts)}, {total}x{n}x{k}_bf16",
+        make=partial(_uneven, counts=counts, n=n, k=k),
+        ours=grouped_mm,
+        torch=_fused,  # plain torch would wait for the sizes of the groups
+        bytes=2 * (total * k + groups * n * k + total * n),
+        flops=2 * total * n * k,
+    )
+
+
 def _rooms(device: str, generator: torch.Generator, groups: int, rows: int, n: int, k: int) -> dict[str, Any]:
     room = 4096 if rows > 256 else 256
     a, b = _random(device, generator, groups, room, k), _random(device, generator, groups, n, k)

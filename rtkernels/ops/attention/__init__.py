@@ -6,6 +6,6 @@ parts with their log-sum-exps; ``mla_attention`` and ``mla_decode`` (latents), `
 
 ``problem`` says in plain data what a call computes; ``backends`` lists who makes steps of that: ``decode_plan`` (few
 queries), ``sm90_plan`` (wgmma and TMA), ``mma_plan`` (mma.sync, every target).
-Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers), ``norm``, ``reduce`` and
+Device code: ``cuda_src/attention/``. Uses ``gemm`` (device headers), ``index``, ``norm``, ``reduce`` and
 ``rope``.
 """

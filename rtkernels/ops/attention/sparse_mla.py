@@ -10,13 +10,14 @@ from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_wi
 from rtkernels.ops.attention.decode_plan import COMBINE, combine, dense_strides, part_memory, split_count
 from rtkernels.ops.attention.mla_decode import SM90_ROWS, SM90_SHARED, split_count_sm90
 from rtkernels.ops.attention.options import default_scale
+from rtkernels.ops.attention.sparse_mla_gradient import gradients
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.invariance import level
+from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -145,6 +146,28 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
+class _SparseMla(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, kv, indices, positions, sinks, value_width, scale):
+        ctx.set_materialize_grads(False)
+        out, lse = FORWARD.call(q, kv, indices, positions, sinks, value_width, scale)
+        ctx.save_for_backward(q, kv, indices, positions, sinks, lse)
+        ctx.options = value_width, scale
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 7
+        dq, dkv, dsinks = gradients(dout, dlse, *ctx.saved_tensors, *ctx.options)
+        need = ctx.needs_input_grad
+        return dq if need[0] else None, dkv if need[1] else None, None, None, dsinks, None, None
+
+
+_differentiable = applied(_SparseMla)
+
+
 @public
 def sparse_mla(
     q: Tensor, kv: Tensor, indices: Tensor, *, scale: float | None = None, value_width: int = 512,
@@ -154,7 +177,9 @@ def sparse_mla(
     """Return latent attention of each token over the keys that its indices choose (DeepSeek sparse attention).
 
     The absorbed form, as in ``mla_decode``: a latent is the key of all heads, and its first columns are the value. For
-    prompts and for decoding alike; indices are rows of `kv`, which may be all pages of a cache. Not differentiable.
+    prompts and for decoding alike; indices are rows of `kv`, which may be all pages of a cache. Differentiable in q, kv
+    of 16 bits and sinks, also through the log-sum-exp; deterministic. The backward pass gathers the latents of some
+    tokens at a time and multiplies in fp32 with torch's products, which is several times slower than the forward.
 
     Args:
         q: bfloat16 or float16 [tokens, heads, width]; width up to 576, a multiple of 8.
@@ -175,11 +200,17 @@ def sparse_mla(
         [tokens, heads, value_width] in q's dtype, 0 where no key counts; with return_lse a pair of it and lse, float32
         [tokens, heads], -inf there.
     """
-    refuse_gradients("sparse_mla", [t for t in (q, kv, sinks) if t is not None])
-    result, lse = FORWARD.call(
-        q, kv, indices, positions, sinks, check_integer("value_width", value_width), default_scale(scale, q)
-    )
+    values = (q, kv, indices, positions, sinks, check_integer("value_width", value_width), default_scale(scale, q))
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, sinks))
+    if differentiated and kv.dtype == torch.uint8:
+        refuse_gradients("sparse_mla of latents of 656 bytes", [t for t in (q, sinks) if t is not None])
+    if differentiated and level():
+        refuse("the gradient of sparse_mla", "torch's products choose their order of sums by the number of tokens")
+    result, lse = _differentiable(*values) if differentiated else FORWARD.call(*values)
     return (result, lse) if return_lse else result
 
 
-OP = Op("sparse_mla", public=("sparse_mla",), kernels=(KERNEL, KERNEL_SM90, COMBINE), torch_ops=(FORWARD,))
+OP = Op(
+    "sparse_mla", public=("sparse_mla",), kernels=(KERNEL, KERNEL_SM90, COMBINE), torch_ops=(FORWARD,),
+    uses=("embedding",),
+)  # fmt: skip

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels import sparse_mla
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import sparse_mla_gradient
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -43,7 +45,10 @@ def exact(q, latents, indices, value_width, scale, positions=None, sinks=None) -
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().unsqueeze(1)), 1)
         logs.append(scores.logsumexp(1))
-        outs.append(torch.exp(scores - logs[-1].unsqueeze(1)).nan_to_num(0.0)[:, : len(rows)] @ rows[:, :value_width])
+        if scores.shape[1] == 0:
+            outs.append(torch.zeros(q.shape[1], value_width, dtype=torch.float64))
+            continue
+        outs.append(torch.exp(scores - logs[-1].unsqueeze(1))[:, : len(rows)] @ rows[:, :value_width])
     return torch.stack(outs), torch.stack(logs)
 
 
@@ -133,6 +138,69 @@ def test_empty(place: str) -> None:
         none = torch.zeros(2, 0, dtype=torch.int32, device=device)
         assert not sparse_mla(q, kv, none, value_width=64).any()
         assert sparse_mla(q[:0], kv, none[:0], value_width=64).shape == (0, 3, 64)
+
+
+# tokens, heads, keys, count, width, value width, type
+GRADIENTS = {
+    "one": (1, 1, 3, 2, 8, 8, FP16),
+    "many": (7, 5, 40, 33, 72, 56, BF16),
+    "all of it": (3, 2, 9, 9, 576, 512, BF16),
+}
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str, limited: bool, place: str) -> None:
+    """Against autograd in float64: keys that are listed twice, keys that do not count, tokens without keys, sinks."""
+    tokens, heads, keys, count, width, value_width, dtype = GRADIENTS[name]
+    q, kv = random(tokens, heads, width).to(dtype), random(keys, width, seed=1).to(dtype)
+    indices = choice(tokens, count, keys)
+    indices[:, ::3] = indices[:, :1].clone()
+    indices[0, 1:] = -1
+    indices[-1, 1 :: 2] = keys if name == "many" else -1
+    positions = (torch.arange(tokens) * 6 - 1).int() if limited else None  # the first token has no keys
+    sinks = random(heads, seed=5) if limited else None
+    incoming = [random(tokens, heads, value_width, seed=6).to(dtype), random(tokens, heads, seed=7)]
+    if limited:
+        incoming[1][0] = 0.0
+    leaves = [t.double().requires_grad_() for t in (q, kv, *((sinks,) if limited else ()))]
+    out, lse = exact(*leaves[:2], indices, value_width, 0.1, positions, *leaves[2:])
+    want = torch.autograd.grad((out, lse), leaves, [t.double() for t in incoming])
+    with running_on(place) as device, poisoned():
+        ours = [t.to(device).requires_grad_() for t in (q, kv, *((sinks,) if limited else ()))]
+        options = {"positions": positions.to(device), "sinks": ours[2]} if limited else {}
+        found = sparse_mla(
+            *ours[:2], indices.to(device), scale=0.1, value_width=value_width, return_lse=True, **options
+        )
+        got = torch.autograd.grad(found, ours, [t.to(device) for t in incoming])
+        again = torch.autograd.grad(
+            sparse_mla(*ours[:2], indices.to(device), scale=0.1, value_width=value_width, **options), ours[1],
+            incoming[0].to(device),
+        )  # fmt: skip
+    for what, a, b in zip(("dq", "dkv", "dsinks"), got, want, strict=False):
+        assert_near(a, b.to(device), 2.0**-7, what)
+    assert again[0].shape == kv.shape and again[0].dtype == dtype
+
+
+def test_gradients_of_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for elements in (2**26, 2 * 33 * 72):
+        monkeypatch.setattr(sparse_mla_gradient, "_ELEMENTS", elements)
+        q, kv = (t.to(BF16).requires_grad_() for t in (random(7, 5, 72), random(40, 72, seed=1)))
+        out = sparse_mla(q, kv, choice(7, 33, 40), value_width=56)
+        results.append(torch.autograd.grad(out.float().square().sum(), (q, kv)))
+    for a, b in zip(*results, strict=True):
+        assert_near(a, b.double(), 2.0**-7)
+
+
+def test_gradients_that_are_refused() -> None:
+    codes, indices = torch.zeros(5, 656, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int32)
+    q = torch.ones(2, 3, 576).bfloat16().requires_grad_()
+    with pytest.raises(ArgumentError, match="656 bytes is not differentiable"):
+        sparse_mla(q, codes, indices)
+    with rtkernels.batch_invariant(), pytest.raises(ArgumentError, match="gradient of sparse_mla is not batch-inv"):
+        sparse_mla(q, torch.ones(5, 576).bfloat16(), indices)
 
 
 def emulated_coverage() -> None:
