@@ -390,6 +390,16 @@ def test_torch_backend() -> None:
     assert_close(got, wanted, c=4, scale=wanted.abs() + 20)
     scaled_mm(a, b, out=out, accumulate=True, backend="torch")
     torch.testing.assert_close(out, (a.float() @ b.float().t() + 1), rtol=2e-2, atol=2e-1)
+    sa, sb = torch.rand(4, 6) + 0.5, torch.rand(16) + 0.5
+    for dtype in (torch.float32, torch.bfloat16):  # floats have scales, too
+        left, right = a.to(dtype), b.to(dtype)
+        wanted = (a.double() @ b.double().t()) * sa.double()[..., None] * sb.double()
+        got = scaled_mm(left, right, sa, sb, recipe="row", out_dtype=torch.float32, backend="torch")
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        got = scaled_mm(left, right.t(), 0.5, b_layout="kn", out_dtype=torch.float32, backend="torch")
+        torch.testing.assert_close(got.double(), 0.5 * (a.double() @ b.double().t()), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ArgumentError, match="expected scales of the tensor or of rows"):
+        scaled_mm(a, b, torch.rand(4, 6, 2), recipe="tile", backend="torch")
     i, j = torch.randint(-9, 9, (32, 32), dtype=torch.int8), torch.randint(-9, 9, (16, 32), dtype=torch.int8)
     assert torch.equal(scaled_mm(i, j, backend="torch"), scaled_mm(i, j))
     with pytest.raises(ArgumentError, match="backend is 'torch', which has no product of int4 and int4"):
