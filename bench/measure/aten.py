@@ -34,7 +34,7 @@ SHAPES = {
     "norm": [(4, 16, 64, 4), (16, 16, 8, 48), (16, 16, 8, 88), (16, 16, 128), (20, 6, 65536)],
     "concat": [(64, 64), (256, 256), (512, 512), (512, 1024), (512, 2048)],
 }
-# What FlagGems' level "comprehensive" measures besides these: rows of 1 to 2^20 elements, sizes that are no powers of two.
+# What FlagGems' level "comprehensive" measures besides these: also sizes that are no powers of two.
 MORE_SHAPES = {
     "ew": [*((1024, 1 << i) for i in range(0, 17, 4)), *((64, 64, 1 << i) for i in range(0, 13, 4))],
     "red": [

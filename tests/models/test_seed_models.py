@@ -150,8 +150,11 @@ def test_bert_fills_masks_with_the_same_tokens(place: str) -> None:
     assert torch.equal(got[seen].argmax(-1), wanted[seen].argmax(-1))
 
 
-@pytest.mark.parametrize("place", (*PLACES, "sm_90"))
-@pytest.mark.parametrize("interleaved", (True, False))
+@pytest.mark.parametrize(
+    ("place", "interleaved"),
+    [("cpu", True), ("cpu", False), ("sm_90", True),
+     *(pytest.param("cuda", form, marks=pytest.mark.gpu) for form in (True, False))],
+)  # fmt: skip
 def test_the_rotation_of_deepseek_is_one_op(interleaved: bool, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients, without a cache, and for the first tokens of one; later tokens run as before."""
     with running_on(place) as device:
