@@ -99,7 +99,7 @@ CASES: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Arguments]] = {
     "clamp": lambda s, t, d: ((_dense(s, t, d), -0.5, 0.5), {}),
 }  # fmt: skip
 CASES |= FAMILY_CASES
-_EVEN = {"glu", "glu_backward"}  # the last dimension is halved
+_HALVED = {"glu", "glu_backward"}  # the last dimension is halved
 _TWO_DIMENSIONS = {"addr", "triu", "tril", "clone", "copy_", "repeat", "constant_pad_nd", "diag_embed"}
 
 
@@ -151,7 +151,7 @@ def cases(
                 continue
             if row.name in _TWO_DIMENSIONS and len(shape) != 2:
                 continue
-            if row.name in _EVEN and shape[-1] % 2:
+            if row.name in _HALVED and shape[-1] % 2:
                 continue
             for dtype in DTYPES:
                 yield row, shape, dtype
