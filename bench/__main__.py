@@ -20,6 +20,7 @@ from bench.sweep import command as sweep_command
 from rtkernels.runtime.progress import Bar
 
 NO_GPU = "bench: no CUDA device here, so nothing is measured. `python -m bench report` works without one."
+LEVELS = ("core", "comprehensive")
 E2E = ("train", "families", "infer", "parity", "post", "plot", "record")
 # Default peers of `check`: without inductor, which would compile every row for minutes.
 CHECKED = ["torch", "liger", "quack", "fa4", "linghe", "flaggems", "deepgemm", "fla"]
@@ -68,9 +69,10 @@ def parser() -> argparse.ArgumentParser:
     near.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
     near.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     near.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
-    aten = commands.add_parser("aten", help="torch's operators on our kernels, over FlagGems' core shapes")
+    aten = commands.add_parser("aten", help="torch's operators on our kernels, over FlagGems' shapes")
     aten.add_argument("--rows", type=_regex, default="", help="regular expression on 'family overload'")
     aten.add_argument("--ways", default="torch,rtkernels,flaggems,inductor", help="comma-separated")
+    aten.add_argument("--level", choices=LEVELS, default="core", help="FlagGems' core shapes, or all of its shapes")
     aten.add_argument("--limit", type=int, help="leave out shapes with more elements")
     aten.add_argument("--out", type=Path, default=Path("aten.json"), help="result file")
     aten.add_argument("--quick", action="store_true", help="a minute: fewer shapes, dtypes and calls")
@@ -222,8 +224,14 @@ def _aten(args: argparse.Namespace) -> int:
     if args.record is not None:
         from bench.report import aten as chosen
 
+        if (level := chosen.load(args.record).get("level", "core")) != "core":
+            print(f"bench aten: {args.record} has level {level}; the default set follows from core", file=sys.stderr)
+            return 2
         chosen.record(args.record)
         return 0
+    if args.quick and args.level != "core":
+        print("bench aten: --quick has shapes of its own; expected no --level with it", file=sys.stderr)
+        return 2
     from bench.measure import aten, aten_run
 
     ways = tuple(way for way in args.ways.split(",") if way)
@@ -236,8 +244,9 @@ def _aten(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("flag_gems") is None:
         ways = tuple(way for way in ways if way != "flaggems")
     aten_run.run(
-        args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick, seconds=args.seconds, resume=args.resume
-    )
+        args.rows, args.out, ways=ways, limit=args.limit, quick=args.quick, seconds=args.seconds, resume=args.resume,
+        level=args.level,
+    )  # fmt: skip
     return 0
 
 

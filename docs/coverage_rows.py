@@ -24,8 +24,6 @@ CALLS = {
     "FlagGems": {
         "weight_norm": 'rtk.aten.table.select("_weight_norm_interface", None)',
         "outer": 'rtk.aten.table.select("mul", None)',
-        "apply_gems_patches_to_vllm": "rtk.attention_varlen(pq, k_cache, k_cache, ends[::2], None, 9, 9, causal=True, "
-        "seqused_k=lengths, page_table=table)",
     },
 }
 

@@ -1,5 +1,5 @@
 """``python -m bench aten``: torch's operators on our kernels, beside torch eager, FlagGems and inductor, on FlagGems'
-core shapes. Here are the cases and the times of one of them; ``aten_run`` measures all.
+shapes. Here are the cases and the times of one of them; ``aten_run`` measures all.
 
 Three times per case, as FlagGems takes them: *kernel* (events around the call, L2 flushed, median), *operator* (wall
 clock over 100 calls with one synchronisation at the end) and *submit* (the same without it: the host's share).
@@ -34,6 +34,17 @@ SHAPES = {
     "norm": [(4, 16, 64, 4), (16, 16, 8, 48), (16, 16, 8, 88), (16, 16, 128), (20, 6, 65536)],
     "concat": [(64, 64), (256, 256), (512, 512), (512, 1024), (512, 2048)],
 }
+# What FlagGems' level "comprehensive" measures besides these: also sizes that are no powers of two.
+MORE_SHAPES = {
+    "ew": [*((1024, 1 << i) for i in range(0, 17, 4)), *((64, 64, 1 << i) for i in range(0, 13, 4))],
+    "red": [
+        (1025 * 1024,), (1 << 30,), *((1024, 1 << i) for i in range(0, 21, 4)),
+        *((64, 1 << i, 64) for i in range(0, 13, 4)),
+    ],
+    "generic": [(10000, 1 << i) for i in (0, 8, 16)],
+    "norm": [(16, 16, 64), (16, 16, 1024), (16, 16, 4098), (1, 8, 4, 4), (16, 8, 128, 128)],
+    "concat": [],
+}  # fmt: skip
 SHAPES_OF = {"ew": "ew", "copy": "generic", "red": "red", "row": "norm"}
 DTYPES = (torch.float16, torch.float32, torch.bfloat16)
 _INTEGER = re.compile(r"bitwise|shift")
@@ -88,6 +99,7 @@ CASES: dict[str, Callable[[tuple[int, ...], torch.dtype, str], Arguments]] = {
     "clamp": lambda s, t, d: ((_dense(s, t, d), -0.5, 0.5), {}),
 }  # fmt: skip
 CASES |= FAMILY_CASES
+_HALVED = {"glu", "glu_backward"}  # the last dimension is halved
 _TWO_DIMENSIONS = {"addr", "triu", "tril", "clone", "copy_", "repeat", "constant_pad_nd", "diag_embed"}
 
 
@@ -120,21 +132,26 @@ def arguments(row: table.Overload, shape: tuple[int, ...], dtype: torch.dtype, d
     return (tuple(args), kwargs) if any(isinstance(value, torch.Tensor) for value in args) else None
 
 
-def cases(pattern: str = "", limit: int | None = None) -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
-    """Yield every row whose name or family matches, with the core shapes of its family and FlagGems' dtypes.
+def cases(
+    pattern: str = "", limit: int | None = None, level: str = "core"
+) -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
+    """Yield every row whose name or family matches, with the shapes of its family and FlagGems' dtypes.
 
     Args:
         pattern: Regular expression on "family overload".
         limit: Leave out shapes with more elements.
+        level: "core", or "comprehensive" for FlagGems' other shapes as well.
     """
     for row in table.table().values():
         if not re.search(pattern, f"{row.family} {row.name}"):
             continue
         group = "concat" if row.name in ("cat", "stack") else SHAPES_OF.get(row.family, "generic")
-        for shape in SHAPES[group]:
+        for shape in SHAPES[group] + (MORE_SHAPES[group] if level == "comprehensive" else []):
             if limit is not None and math.prod(shape) > limit:
                 continue
             if row.name in _TWO_DIMENSIONS and len(shape) != 2:
+                continue
+            if row.name in _HALVED and shape[-1] % 2:
                 continue
             for dtype in DTYPES:
                 yield row, shape, dtype

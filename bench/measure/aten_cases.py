@@ -159,7 +159,7 @@ FAMILY_CASES: dict[str, Case] = {
     "repeat_interleave.Tensor": lambda s, t, d: ((_index((s[0],), 64, d),), {}),
     "sort": _one(),
     "sort.stable": _one(stable=True),
-    "topk": _one(5),
+    "topk": lambda s, t, d: ((_numbers(s, t, d), min(5, s[-1])), {}),
     "_unique2": lambda s, t, d: ((_index(s, 1000, d),), {}),
     "gather": lambda s, t, d: ((_numbers(s, t, d), 1, _index((s[0], s[1] // 2), s[1], d)), {}),
     "index_select": lambda s, t, d: ((_numbers(s, t, d), 0, _index((s[0] // 2,), s[0], d)), {}),

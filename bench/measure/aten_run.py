@@ -31,7 +31,7 @@ Cases = dict[Case, dict[str, Any]]
 
 def run(
     pattern: str, out: Path, *, ways: tuple[str, ...], limit: int | None, quick: bool, resume: bool = False,
-    seconds: float | None = None, host: dict[str, float] | None = None,
+    seconds: float | None = None, host: dict[str, float] | None = None, level: str = "core",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure all cases and return the contents of the file. Each finished case is written at once.
 
@@ -48,21 +48,24 @@ def run(
         resume: Keep what the file has, and measure the other cases.
         seconds: Begin no case after this time.
         host: What ``host_times`` and ``enable_times`` gave, if that is known.
+        level: "core" or "comprehensive": the shapes; no effect with `quick`, which has its own.
     """
     from bench import meta
     from bench.measure.timing import CudaDevice
 
-    asked = _Run(pattern, out, ways, limit, quick, resume, seconds, time.perf_counter())
+    asked = _Run(pattern, out, ways, limit, quick, resume, seconds, time.perf_counter(), level)
     result = aten_file.load(out) if resume else None
     if result is not None:
         meta.check_source(result["environment"], out)
     clock = aten.timer(CudaDevice(), quick)
     if result is None:
         result = {
-            "environment": meta.environment(), "quick": quick, "complete": False,
+            "environment": meta.environment(), "quick": quick, "level": level, "complete": False,
             "host": host or host_times() | enable_times(), "bounds": bounds(clock) if "rtkernels" in ways else {},
             "cases": [],
         }  # fmt: skip
+    elif level != "core":
+        result["level"] = level
     aten_file.save(result, out)
     _measure_cases(asked, result, clock)
     aten_file.save(result, out)
@@ -86,6 +89,7 @@ class _Run:
     resume: bool
     seconds: float | None
     begun: float
+    level: str = "core"
     bar: Bar = field(default_factory=lambda: Bar(0, "cases"))
 
     def counted(self, wanted: list[Wanted]) -> Iterator[Wanted]:
@@ -183,7 +187,8 @@ def _name(overload: str, shape: Sequence[int], dtype: torch.dtype | str) -> Case
 def _wanted(asked: _Run, cases: Cases) -> list[Wanted]:
     """Return the cases to measure, with the ways that each still lacks."""
     wanted = []
-    for row, shape, dtype in aten.quick_cases(asked.pattern) if asked.quick else aten.cases(asked.pattern, asked.limit):
+    every = aten.cases(asked.pattern, asked.limit, asked.level)
+    for row, shape, dtype in aten.quick_cases(asked.pattern) if asked.quick else every:
         for_peers = not asked.quick or aten_flaggems.is_representative(shape, dtype)
         case_ways = tuple(way for way in asked.ways if for_peers or way not in asked.peers)
         known = cases.get(_name(row.name, shape, dtype), {}).get("ways", ())

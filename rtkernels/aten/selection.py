@@ -47,6 +47,8 @@ class Names:
         for number, line in enumerate(lines, 1):
             where = f"{path}, line {number},"
             text = line.partition("#")[0].strip()
+            if text == "---":  # where a YAML document begins
+                continue
             heading, colon, rest = text.partition(":")
             if colon and not rest.startswith(":"):  # not the colons of aten::sum
                 if heading.strip() not in _HEADINGS:

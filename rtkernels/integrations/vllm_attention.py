@@ -67,6 +67,10 @@ class RtkernelsImpl(AttentionImpl[RtkernelsMetadata]):
     ) -> None:  # fmt: skip
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"RTKERNELS attention: attn_type is {attn_type}; expected decoder")
+        if kv_cache_dtype.startswith("fp8") and head_size % 16:
+            raise NotImplementedError(
+                f"RTKERNELS attention: head_size is {head_size}; expected a multiple of 16 with an fp8 cache"
+            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name

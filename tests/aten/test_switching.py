@@ -139,7 +139,7 @@ def test_names_of_the_environment_and_of_files(toy, monkeypatch, tmp_path) -> No
     assert chosen("-mul") == ["sin"]  # of the default set
 
     listed = tmp_path / "ops.yaml"
-    listed.write_text("include:\n  - sin\n  - 'mul'\nexclude: [sin_, cos]\n")
+    listed.write_text("---\ninclude:\n  - sin\n  - 'mul'\nexclude: [sin_, cos]\n")
     assert chosen(listed) == ["mul.Tensor", "sin"]
     assert chosen("ew", [tmp_path / "ops.yaml", "isfinite"]) == ["exp", "log"]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 
+import pytest
 import torch
 
 from bench.__main__ import main
@@ -37,6 +40,44 @@ def test_cases_and_summary(capsys) -> None:
     assert "| cat | 2.00 | 2.00 |  |  | 2x2f 2.00, 2x2f 2.00 |" in aten_file.summary(found)
     assert main(["aten", "--ways", "nobody"]) == 2
     assert "unknown ways nobody" in capsys.readouterr().err
+
+
+def test_the_comprehensive_level(tmp_path, capsys) -> None:
+    def shapes(pattern: str, level: str) -> set[tuple[int, ...]]:
+        return {shape for _, shape, _ in aten.cases(pattern, None, level)}
+
+    assert shapes("^ew abs$", "comprehensive") - shapes("^ew abs$", "core") == {
+        (1024, 1), (1024, 16), (1024, 256), (1024, 4096), (1024, 65536), (64, 64, 1), (64, 64, 16), (64, 64, 256),
+        (64, 64, 4096),
+    }  # fmt: skip
+    assert {(1024, 1 << 20), (1025 * 1024,), (64, 4096, 64)} <= shapes("^red amax$", "comprehensive")
+    assert (16, 16, 4098) in shapes("^row _softmax$", "comprehensive") - shapes("^row _softmax$", "core")
+    assert max(shape[0] for shape in shapes("^scan cumsum$", "comprehensive")) == 10000
+    found = {**_file("comprehensive"), "cases": []}
+    (tmp_path / "all.json").write_text(json.dumps(found), encoding="utf-8")
+    assert main(["aten", "--record", str(tmp_path / "all.json")]) == 2
+    assert "has level comprehensive; the default set follows from core" in capsys.readouterr().err
+    assert main(["aten", "--quick", "--level", "comprehensive"]) == 2
+
+
+def _file(level: str) -> dict:
+    return {"environment": {}, "quick": False, "level": level, "complete": True, "host": {}, "bounds": {}}
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")
+@pytest.mark.parametrize("group", sorted(aten.MORE_SHAPES))
+def test_arguments_fit_at_the_smallest_comprehensive_shape(group: str) -> None:
+    """Rows of one element, planes of one row: torch takes every case that is not refused for its dimensions."""
+    if not aten.MORE_SHAPES[group]:
+        return
+    smallest = min(aten.MORE_SHAPES[group], key=math.prod)
+    asked = {row.name: row for row, shape, _ in aten.cases(level="comprehensive") if shape == smallest}
+    assert group == "norm" or len(asked) > 10
+    for row in asked.values():
+        given = aten.arguments(row, smallest, torch.float32, "cpu")
+        if given is None or row.name.startswith("_fused_rms_norm"):  # the latter on CUDA alone
+            continue
+        aten.operator_of(row)(*given[0], **given[1])
 
 
 def test_a_file_grows_case_by_case(tmp_path) -> None:

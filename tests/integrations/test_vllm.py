@@ -192,6 +192,9 @@ def test_what_the_backend_says(registered: dict[str, Any]) -> None:
     assert backend.supports_head_size(128) and not backend.supports_head_size(260)
     with pytest.raises(NotImplementedError, match="attn_type"):
         module.RtkernelsImpl(4, 32, 1.0, 2, attn_type=fake_vllm.AttentionType.ENCODER)
+    with pytest.raises(NotImplementedError, match="head_size is 120; expected a multiple of 16 with an fp8 cache"):
+        module.RtkernelsImpl(4, 120, 1.0, 2, kv_cache_dtype="fp8")
+    assert module.RtkernelsImpl(4, 120, 1.0, 2).head_size == 120
     metadata = fake_vllm.common_metadata([0, 1], [1], torch.zeros(1, 1), torch.zeros(1), torch.tensor([True]))
     with pytest.raises(NotImplementedError, match="causal is a tensor"):
         module.RtkernelsMetadataBuilder(None, [], None, torch.device("cpu")).build(0, metadata)

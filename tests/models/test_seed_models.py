@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from support.compare import running_on
 from support.tiny_models import assert_greedy_tokens, largest_error, loss_and_gradients
 from torch import Tensor, nn
 
@@ -149,13 +150,21 @@ def test_bert_fills_masks_with_the_same_tokens(place: str) -> None:
     assert torch.equal(got[seen].argmax(-1), wanted[seen].argmax(-1))
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("interleaved", (True, False))
+@pytest.mark.parametrize(
+    ("place", "interleaved"),
+    [("cpu", True), ("cpu", False), ("sm_90", True),
+     *(pytest.param("cuda", form, marks=pytest.mark.gpu) for form in (True, False))],
+)  # fmt: skip
 def test_the_rotation_of_deepseek_is_one_op(interleaved: bool, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients, without a cache, and for the first tokens of one; later tokens run as before."""
-    model, given = build("deepseek_v3"), inputs("deepseek_v3", place, torch.float32)
+    with running_on(place) as device:
+        _check_rotation(interleaved, device, monkeypatch)
+
+
+def _check_rotation(interleaved: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = build("deepseek_v3"), inputs("deepseek_v3", device, torch.float32)
     model.config.rope_interleave = interleaved
-    model.to(place)
+    model.to(device)
     ids = given["input_ids"]
     static = {"cache_implementation": "static", "disable_compile": True}  # Dynamo has no grouped products in fp32
     wanted = loss_and_gradients(model, ids)

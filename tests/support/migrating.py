@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import rtkernels
+import rtkernels.integrations.vllm
 import rtkernels.nn.symmetric
 from rtkernels.ops.quant import pack
 

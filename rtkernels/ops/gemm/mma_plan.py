@@ -132,7 +132,8 @@ def _choose(p: Product, target: Target) -> _Choice | str:
         return _Choice("AnyNibbleCode", "AnyNibbleCode", "MathF16", False, depth)
     if a in FP8 and b in ("e2m1", "int4", "uint4"):
         return _Choice("AnyByteCode", "AnyNibbleCode", "MathF16", False, depth)
-    return f"there is no product of {a} and {b}"
+    others = "; torch has one: scaled_mm(backend='torch')" if a == b == "fp32" else ""
+    return f"there is no product of {a} and {b}{others}"
 
 
 def _unit_depth(choice: _Choice, target: Target) -> int:

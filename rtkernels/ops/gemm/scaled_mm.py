@@ -129,7 +129,8 @@ def scaled_mm(
     ====================================  ==========================================================================
     operands                              combinations
     ====================================  ==========================================================================
-    bfloat16, float16 (also float32)      both the same, without scales
+    bfloat16, float16                     both the same
+    float32                               both the same; on a GPU with ``backend="torch"`` only
     float8_e4m3fn, float8_e5m2            any two
     int8, uint8                           any two; sums are exact
     int4, uint4 (``packed=``)             two codes in a byte; also int8 with int4

@@ -14,6 +14,7 @@ from rtkernels.ops.gemm.scaled_mm_plan import ScaledMm, describe
 from rtkernels.runtime.torch_private import without_autocast
 
 _MM = (torch.bfloat16, torch.float16, torch.float32)
+_KINDS = "scales of the tensor or of rows (recipe 'tensor' or 'row')"
 
 
 def scaled_mm(
@@ -45,14 +46,31 @@ def scaled_mm(
     return out.add_(result) if accumulate else out.copy_(result)
 
 
+def _floats(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == a.dtype:
+        return torch.mm(a, b)
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a.to(dtype), b.to(dtype)) if dtype == torch.float32 else torch.mm(a, b).to(dtype)
+
+
+def _scaled(p: Any, sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+    """Return float32 sums times scales of the tensor or of rows."""
+    for scale, kind, shape in ((scale_a, p.scale_a, (p.m, 1)), (scale_b, p.scale_b, (1, p.n))):
+        if scale is None:
+            continue
+        if (kind.rows, kind.depth) not in ((0, 0), (1, 0)):
+            raise ArgumentError(f"backend is 'torch'; expected {_KINDS}")
+        sums = sums * (scale.reshape(()) if kind.rows == 0 else scale.reshape(shape))
+    return sums
+
+
 def _multiplied(described: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, dtype: torch.dtype) -> Tensor:
     p = described.product
     if a.dtype in _MM and a.dtype == b.dtype:
-        if dtype == a.dtype:
-            return torch.mm(a, b)
-        if a.is_cuda and dtype == torch.float32:
-            return torch.mm(a, b, out_dtype=dtype)
-        return torch.mm(a, b).to(dtype)
+        if scale_a is not None or scale_b is not None:
+            return _scaled(p, _floats(a, b, torch.float32), scale_a, scale_b).to(dtype)
+        return _floats(a, b, dtype)
     if p.a.token in FP8 and p.b.token in FP8:
         kinds = [None if s is None else (s.rows, s.depth) for s in (p.scale_a, p.scale_b)]
         one = torch.ones((), dtype=torch.float32, device=a.device)
@@ -61,9 +79,7 @@ def _multiplied(described: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any
         elif kinds == [(1, 0), (1, 0)]:
             scales = [scale_a.reshape(p.m, 1), scale_b.reshape(1, p.n)]
         else:
-            raise ArgumentError(
-                "backend is 'torch'; expected scales of the tensor or of rows (recipe 'tensor' or 'row')"
-            )
+            raise ArgumentError(f"backend is 'torch'; expected {_KINDS}")
         fast = p.sums == "fast"
         if p.k % 16 or p.n % 16:
             raise ArgumentError(f"backend is 'torch' and n, k are {p.n}, {p.k}; expected multiples of 16")

@@ -12,7 +12,7 @@ from support.places import at
 from support.product_cases import assert_product, codes, exact, scale, spread
 from torch import Tensor
 
-from rtkernels import gated_mm, quantize_fp8
+from rtkernels import dequantize_nvfp4, gated_mm, quantize_fp8
 
 ACTS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
 
@@ -57,6 +57,24 @@ def test_two_global_scales(place: str) -> None:
     each = factors.double().repeat_interleave(16)
     got = _run(place, a.codes, b.codes, sa, sb, recipe="nvfp4", global_scale=factors)
     assert_product(got, _gated(sums * each, "silu"), torch.mul(*(magnitude * each).chunk(2, -1)))
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_a_tensor_scale_of_an_nvfp4_result(place: str) -> None:
+    """Up divided by the scale, so that codes and block scales are those of the result divided by it."""
+    device, tensor_scale = "cuda" if place == "cuda" else "cpu", 0.25
+    a, b = codes("e2m1", 9, 64, device=device), codes("e2m1", 96, 64, device=device, seed=1)
+    sa, sb = scale(9, 4, kind="ue4m3", device=device), scale(96, 4, kind="ue4m3", device=device)
+    sums, _ = exact(a.values * spread(sa, 1, 16, (9, 64)), b.values * spread(sb, 1, 16, (96, 64)))
+    factor = 20.0 / float(sums.abs().max())
+    wanted = _gated(sums * factor, "silu")
+    factors = torch.tensor([factor, factor / tensor_scale], device=device)
+    q, s = _run(place, a.codes, b.codes, sa, sb, recipe="nvfp4", global_scale=factors, quant_out="1x16")
+    got = dequantize_nvfp4(q, s, torch.tensor(tensor_scale, device=device), dtype=torch.float32).double()
+    per = wanted.abs().unflatten(-1, (-1, 16)).amax(-1).repeat_interleave(16, 1) / 6
+    assert q.shape == (9, 24) and s.shape == (9, 3)
+    assert float(s.float().max()) < 448  # no block saturates
+    assert ((got - wanted).abs() <= per * (1 + 6 / 16) + 6 * tensor_scale * 2.0**-9).all()
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")

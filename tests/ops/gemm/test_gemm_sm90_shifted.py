@@ -41,10 +41,10 @@ def _draw(rng: random.Random) -> tuple[int, int, int, dict[str, Any]]:
 
 def _in_nan(token: str, rows: int, k: int, *, halves: bool = False, **more: Any) -> torch.Tensor:
     """Return an operand with NaN between the ends of rows and the beginnings of the next ones."""
-    made = _operand(token, rows, k, halves=halves, **more)
+    operand = _operand(token, rows, k, halves=halves, **more)
     if not halves and token == "e4m3":
-        made.as_strided((rows, made.stride(0)), made.stride()).view(torch.uint8)[:, k:] = 0x7F
-    return made
+        operand.as_strided((rows, operand.stride(0)), operand.stride()).view(torch.uint8)[:, k:] = 0x7F
+    return operand
 
 
 _operand = products.operand

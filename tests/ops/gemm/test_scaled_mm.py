@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import product_cases as products
-from support.compare import assert_close, running_on
+from support.compare import running_on
 from support.places import at
 from support.product_cases import Codes, assert_product, codes, exact, scale, spread
 from torch import Tensor
@@ -380,22 +380,6 @@ def test_arrays() -> None:
     numpy = pytest.importorskip("numpy")
     a, b = numpy.random.rand(3, 8).astype("float32"), numpy.random.rand(5, 8).astype("float32")
     numpy.testing.assert_allclose(scaled_mm(a, b), a @ b.T, rtol=1e-5)
-
-
-def test_torch_backend() -> None:
-    a, b = torch.randn(4, 6, 32).bfloat16(), torch.randn(16, 32).bfloat16()
-    bias, out = torch.randn(16).bfloat16(), torch.ones(4, 6, 16)
-    wanted = F.relu(a.double() @ b.double().t() + bias.double())
-    got = scaled_mm(a, b, bias=bias, act="relu", backend="torch")
-    assert_close(got, wanted, c=4, scale=wanted.abs() + 20)
-    scaled_mm(a, b, out=out, accumulate=True, backend="torch")
-    torch.testing.assert_close(out, (a.float() @ b.float().t() + 1), rtol=2e-2, atol=2e-1)
-    i, j = torch.randint(-9, 9, (32, 32), dtype=torch.int8), torch.randint(-9, 9, (16, 32), dtype=torch.int8)
-    assert torch.equal(scaled_mm(i, j, backend="torch"), scaled_mm(i, j))
-    with pytest.raises(ArgumentError, match="backend is 'torch', which has no product of int4 and int4"):
-        scaled_mm(i, j, packed="int4", backend="torch")
-    with pytest.raises(ArgumentError, match="expected 'auto' for quant_out and global_scale"):
-        scaled_mm(a, b, quant_out="row", backend="torch")
 
 
 def test_a_backend_by_name_does_not_fall_back_for_quantised_results() -> None:
