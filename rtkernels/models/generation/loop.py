@@ -78,9 +78,10 @@ class _Call:
             raise Refused("its stop tokens are not those of the configuration")
         self.key = select.key_of(processors, bool(config.do_sample), self.stop, self.pad)
         self.options = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
-        self.bounded = bool((kwargs["position_ids"][:, -1] < self.columns).all())  # by the number of tokens
+        last = kwargs["position_ids"][:, -1]
+        self.bounded = bool(((last >= 0) & (last < self.columns)).all())  # by the number of tokens
         window = next((w for w in windows_of(self.cache) or () if w is not None), None)
-        self.form = kwargs.get("attention_mask") is not None, window is not None and self.columns >= window
+        self.form = self.batch, kwargs.get("attention_mask") is not None, window is not None and self.columns >= window
         if self.form in state.refused:
             raise Refused(state.refused[self.form])
         self.random = RandomState(ids.device, bool(config.do_sample))
