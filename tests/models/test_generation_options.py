@@ -230,6 +230,21 @@ def test_positions_below_zero(pair: tuple[nn.Module, nn.Module]) -> None:
     assert programs(pair[1])[-1].tables is None
 
 
+def test_a_function_of_the_user_decodes(pair: tuple[nn.Module, nn.Module]) -> None:
+    reason = "a function that is not transformers' decodes (custom_generate, or code from the hub)"
+    compare(pair, {"custom_generate": lambda model, input_ids, **given: input_ids}, reason)
+
+
+def test_hooks_that_transformers_leaves_behind() -> None:
+    """They rest unless outputs are requested, so that one call with outputs does not slow down all later ones."""
+    plain, ours = model_of(), model_of()
+    patched(ours)
+    for model in (plain, ours):
+        model.generate(tokens(1, 5), max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
+    assert any(module._forward_hooks for module in ours.modules())
+    compare((plain, ours), {}, None)
+
+
 def test_ids_of_32_bits(pair: tuple[nn.Module, nn.Module]) -> None:
     plain, ours = pair
     wanted, got = (model.generate(tokens(2, 9).int(), max_new_tokens=5, do_sample=False) for model in pair)

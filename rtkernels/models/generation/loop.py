@@ -37,6 +37,7 @@ def sample(
     state: State | None = None if is_dynamo_compiling() else model.__dict__.get(STATE)
     reason = None
     if state is not None:
+        state.loops += 1
         reason = supported.reason_against(model, input_ids, logits_processor, generation_config, synced_gpus, kwargs)
         if reason is None and not state.lock.acquire(blocking=False):
             reason = "another generate() of this model has not ended"
