@@ -285,7 +285,7 @@ def test_the_distribution_of_sampled_tokens() -> None:
 
     torch.manual_seed(0)
     given = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)]
-    logits = 2 * torch.randn(1, 64)
+    logits = torch.randn(1, 64)
     scores = logits
     for processor in given:
         scores = processor(None, scores)
@@ -314,8 +314,9 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest
     report, own = patched(model), Program.run
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(Program, "run", lambda self, model, pool=None: own(self, model, "pool"))
-    for _ in range(2):
+    with pytest.warns(UserWarning, match="goes on without a graph"):
         assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
     assert dict(report.not_captured) == {"a step could not be captured: CUDA out of memory": 1} and not report.captures
 
 
