@@ -280,7 +280,7 @@ def test_nan_is_an_error_as_in_transformers() -> None:
 
 
 def test_the_distribution_of_sampled_tokens() -> None:
-    """Chi-square of 100000 draws against the probabilities of transformers' processors; none outside of the kept set."""
+    """Chi-square of 100000 draws against transformers' probabilities; none is outside of the kept set."""
     from rtkernels.models.generation.select import Selection
 
     torch.manual_seed(0)

@@ -137,7 +137,9 @@ def _counted(model: nn.Module, prompt: Tensor) -> Tensor:
 STATES = {
     "a layer trains": (lambda model: model.model.layers[1].train(), None, "model.layers.1 is in training mode"),
     "a layer is compiled": (
-        lambda model: model.model.layers[0].compile(backend="eager"), None, "model.layers.0 is compiled",
+        lambda model: model.model.layers[0].compile(backend="eager"),
+        None,
+        "model.layers.0 is compiled",
     ),
     "a dispatch mode": (lambda model: None, _counted, "a dispatch mode is active, which would not see replays"),
 }

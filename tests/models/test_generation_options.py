@@ -49,11 +49,13 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "eta_cutoff": ({**SAMPLED, "eta_cutoff": 0.01}, processor("EtaLogitsWarper")),
     "repetition_penalty": ({"repetition_penalty": 9.0}, None),
     "encoder_repetition_penalty": (
-        {"encoder_repetition_penalty": 1.5}, processor("EncoderRepetitionPenaltyLogitsProcessor"),
+        {"encoder_repetition_penalty": 1.5},
+        processor("EncoderRepetitionPenaltyLogitsProcessor"),
     ),
     "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, processor("NoRepeatNGramLogitsProcessor")),
     "encoder_no_repeat_ngram_size": (
-        {"encoder_no_repeat_ngram_size": 1}, processor("EncoderNoRepeatNGramLogitsProcessor"),
+        {"encoder_no_repeat_ngram_size": 1},
+        processor("EncoderNoRepeatNGramLogitsProcessor"),
     ),
     "bad_words_ids": ({"bad_words_ids": [[5], [6, 7]]}, processor("NoBadWordsLogitsProcessor")),
     "renormalize_logits": ({**SAMPLED, "renormalize_logits": True}, None),
@@ -61,11 +63,13 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "forced_eos_token_id": ({"forced_eos_token_id": 5}, processor("ForcedEOSTokenLogitsProcessor")),
     "remove_invalid_values": ({"remove_invalid_values": True}, None),
     "exponential_decay_length_penalty": (
-        {"exponential_decay_length_penalty": (2, 1.5)}, processor("ExponentialDecayLengthPenalty"),
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        processor("ExponentialDecayLengthPenalty"),
     ),
     "suppress_tokens": ({"suppress_tokens": [*range(40)]}, None),
     "begin_suppress_tokens": (
-        {"begin_suppress_tokens": [*range(40)]}, processor("SuppressTokensAtBeginLogitsProcessor"),
+        {"begin_suppress_tokens": [*range(40)]},
+        processor("SuppressTokensAtBeginLogitsProcessor"),
     ),
     "sequence_bias": ({"sequence_bias": {(5,): 9.0}}, processor("SequenceBiasLogitsProcessor")),
     "guidance_scale": ({"guidance_scale": 1.5}, processor("UnbatchedClassifierFreeGuidanceLogitsProcessor")),
@@ -144,7 +148,7 @@ def _result(model: nn.Module, prompt: Tensor, options: dict[str, Any]) -> Any:
 
 def compare(pair: tuple[nn.Module, nn.Module], options: dict[str, Any], reason: str | None, rows: int = 2) -> None:
     """Check that both give the same tokens and leave the same random numbers, and which loop the patched one ran."""
-    plain, ours = pair
+    _, ours = pair
     report = models.report(ours)
     report.not_captured.clear()
     prompt, options = tokens(rows, 9), {"max_new_tokens": 8, "do_sample": False, **padded(rows), **options}
@@ -246,6 +250,5 @@ def test_hooks_that_transformers_leaves_behind() -> None:
 
 
 def test_ids_of_32_bits(pair: tuple[nn.Module, nn.Module]) -> None:
-    plain, ours = pair
     wanted, got = (model.generate(tokens(2, 9).int(), max_new_tokens=5, do_sample=False) for model in pair)
     assert torch.equal(got, wanted) and got.dtype == wanted.dtype
