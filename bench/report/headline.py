@@ -78,10 +78,11 @@ def recorded() -> tuple[dict[str, Any], dict[str, Any]]:
     return e2e, policy
 
 
-def recorded_steps() -> dict[str, Any]:
-    """The newest tuning run with rows of ``generate()``."""
-    path = meta.RESULTS / "tuning" / "h200-2026-11-18-decode-short.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+def recorded_steps() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The newest tuning runs with rows of ``generate()``, and with the parts of the policy."""
+    files = (meta.RESULTS / "tuning" / f"h200-2026-11-18-{name}.json" for name in ("decode-short", "layers"))
+    steps, layers = (json.loads(path.read_text(encoding="utf-8")) for path in files)
+    return steps, layers
 
 
 def _tokens(tuning: dict[str, Any] | None) -> list[list[str]]:

@@ -51,8 +51,14 @@ _GENERATED = {
 _TITLES = {"train": "Training", "infer": "Inference", "parity": "Parity with transformers"}
 
 
-def page(e2e: dict[str, Any], policy: dict[str, Any], tuning: dict[str, Any] | None = None) -> str:
-    """The text of docs/measured_models.md; `tuning` is a tuning run with rows of ``generate()``."""
+def page(
+    e2e: dict[str, Any], policy: dict[str, Any], tuning: dict[str, Any] | None = None,
+    layers: dict[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """The text of docs/measured_models.md.
+
+    `tuning` is a tuning run with rows of ``generate()``, `layers` one with the parts of the policy.
+    """
     lines = [_INTRODUCTION, ""]
     for kind, title in _TITLES.items():
         found = {name: result for name, result in sorted(e2e["results"].items()) if name.startswith(kind)}
@@ -64,7 +70,30 @@ def page(e2e: dict[str, Any], policy: dict[str, Any], tuning: dict[str, Any] | N
         lines += _families(families)
         if kind == "infer" and tuning is not None:
             lines += _generate(tuning)
-    return "\n".join([*lines, *_policy(policy), ""])
+    return "\n".join([*lines, *_policy(policy), *(_parts(layers) if layers else []), ""])
+
+
+def _parts(layers: dict[str, Any]) -> list[str]:
+    """The parts of the policy in a tuning run, each beside its floor."""
+    (run,) = (part for part in layers.values() if isinstance(part, dict) and "torch eager" in part.get("rows", {}))
+    names = ("vision", "prefix", "expert")
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [f"{row['parts'][name]:.1f} / {row['floors'][name]:.1f}" for name in names]
+
+    body = [
+        [name, f"{row['ms']:.1f}", *cells(row), f"{row['kernels']}", f"{row['cosine']:.5f}"]
+        for name, row in run["rows"].items()
+    ]
+    return [
+        "",
+        "A later tuning run (`bench/results/tuning/h200-2026-11-18-layers.json`), in which layers of the expert",
+        "take five launches, without torch.compile; ms of each part / its floor by memory or tensor cores:",
+        "",
+        *report.table(["", "ms", *names, "kernels per denoising step", "cosine"], body),
+        "",
+        f"{layers['gpu']}, {layers['date']}.",
+    ]
 
 
 def steps_of(tuning: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:

@@ -152,11 +152,11 @@ def compare(pair: tuple[nn.Module, nn.Module], options: dict[str, Any], reason: 
     report = models.report(ours)
     report.not_captured.clear()
     prompt, options = tokens(rows, 9), {"max_new_tokens": 8, "do_sample": False, **padded(rows), **options}
-    before = {id(program): program.count for program in programs(ours)}
+    before = {id(program): (program, program.count) for program in programs(ours)}  # keeps them: ids are not reused
     wanted, got = (_result(model, prompt, dict(options)) for model in pair)
     assert got == wanted
     assert [*report.not_captured][:1] == ([] if reason is None else [reason])
-    steps = sum(program.count - before.get(id(program), 0) for program in programs(ours))
+    steps = sum(program.count - before.get(id(program), (None, 0))[1] for program in programs(ours))
     if reason is None:
         assert isinstance(wanted[0], list), wanted
         assert options["max_new_tokens"] == 1 or steps >= len(wanted[0][0]) - 10
