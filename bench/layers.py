@@ -72,18 +72,6 @@ def inputs(sizes: Sizes, device: str, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return x.requires_grad_(), dy
 
 
-def _host_ms(call: Callable[[], Any]) -> float:
-    """Return the host time of a step whose launches all fit into the queue."""
-    samples = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - started) * 1000)
-    torch.cuda.synchronize()
-    return statistics.median(samples)
-
-
 class Bench:
     """The layers of one kind in this process, beside the same layer in fp32."""
 
@@ -282,7 +270,9 @@ def _begun(args: argparse.Namespace) -> dict[str, Any]:
     """Return the existing results of the file, if they are to be kept."""
     if not args.goes_on or args.out is None or not args.out.exists():
         return {}
-    return json.loads(args.out.read_text())["layers"]
+    found = json.loads(args.out.read_text())
+    processes.check_source(found, args.out)
+    return found["layers"]
 
 
 if __name__ == "__main__":

@@ -84,6 +84,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def check_source(environment: dict[str, Any] | None, path: Path) -> None:
+    """Raise a ResultError if the rows of a file that is to be continued were measured of other sources than these.
+
+    A file names one commit for all of its rows.
+    """
+    was, source = (environment or {}).get("source"), source_hash()
+    if was not in (None, source):
+        raise ResultError(f"{path}: measured of source {was}; this is {source}. Choose another --out.")
+
+
 def short_name(gpu: str | None) -> str:
     """Return a GPU's name as files have it, ``h200``."""
     return (gpu or "none").replace("NVIDIA ", "").replace(" ", "_").lower()

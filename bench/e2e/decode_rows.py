@@ -218,7 +218,7 @@ def _add(out: Path, key: str, record: dict[str, Any]) -> None:
     rounded = {name: round(value, 5) if isinstance(value, float) else value for name, value in record.items()}
     with out.with_name(out.name + ".lock").open("w") as lock:  # others may write at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
-        result = json.loads(out.read_text()) if out.exists() else {"kind": "decode_rows", "rows": {}}
+        result = json.loads(out.read_text())
         result["rows"][key] = rounded
         processes.write(out, result)
     print(line(key, rounded), flush=True)
@@ -264,6 +264,10 @@ def main(argv: list[str] | None = None) -> int:
             return main([*given, "--out", str(Path(folder) / "rows.json")])
     if args.out.exists() and not args.goes_on:
         raise SystemExit(f"{args.out} exists; --continue measures what it does not have")
+    if args.out.exists():
+        processes.check_source(json.loads(args.out.read_text()), args.out)
+    else:  # known from the start, should this process be ended
+        processes.write(args.out, {"kind": "decode_rows", "rows": {}, "environment": meta.environment()})
     started = time.perf_counter()
     head = f"{'ms':>9}{'replay':>9}{'GB':>8}{'floor':>9}{'eff.':>8}{'tokens/s':>10}  note"
     print(f"{'model arm prompt batch':36}{head}", flush=True)
@@ -287,8 +291,6 @@ def main(argv: list[str] | None = None) -> int:
                 ]
 
     _run(missing(), _PROCESSES if args.together else 1)
-    result = json.loads(args.out.read_text()) if args.out.exists() else {"kind": "decode_rows", "rows": {}}
-    processes.write(args.out, {**result, "environment": meta.environment()})
     return 0
 
 

@@ -187,7 +187,9 @@ def one(args: argparse.Namespace) -> int:
     path = args.out / f"train-{family}.json"
     result: dict[str, Any] = {**head, "environment": meta.environment(), "arms": {}}
     if args.goes_on and path.exists():
-        result["arms"] = json.loads(path.read_text())["arms"]
+        earlier = json.loads(path.read_text())
+        processes.check_source(earlier, path)
+        result["arms"] = earlier["arms"]
     for arm in (arm for arm in args.arms.split(",") if arm not in result["arms"]):
         if not args.warm:  # for the process behind this one, should this one hang
             processes.write(path, {**result, "arms": {**result["arms"], arm: {"failed": "did not end"}}})

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench import meta
+
 PATIENCE: float | None = None  # seconds to wait for others; None: without end
 LOCK = "RTKERNELS_BENCH_LOCK"  # a file, for processes that were started at the same time; commands may share one
 
@@ -81,14 +83,23 @@ def _record_of(out: Path) -> dict[str, Any]:
 def begun(out: Path | None, goes_on: bool, head: dict[str, Any]) -> dict[str, Any]:
     """Return the result of the same command in a file, without failed arms; a new one if there is none.
 
-    `head` must be equal in both: what was run, and its sizes.
+    `head` must be equal in both: what was run, and its sizes; and so must the sources.
     """
     if not goes_on or out is None or not out.exists():
         return {**head, "arms": {}}
     found = json.loads(out.read_text())
     if {name: found.get(name) for name in head} != head:
         raise SystemExit(f"{out} is of another command; expected {head}")
+    check_source(found, out)
     return {**found, "arms": {arm: record for arm, record in found["arms"].items() if "failed" not in record}}
+
+
+def check_source(found: dict[str, Any], out: Path) -> None:
+    """End the command if a file that is to be continued was measured of other sources."""
+    try:
+        meta.check_source(found.get("environment"), out)
+    except meta.ResultError as error:
+        raise SystemExit(str(error)) from error
 
 
 def write(out: Path | None, result: dict[str, Any]) -> None:

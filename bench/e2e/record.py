@@ -25,6 +25,10 @@ def name_of(result: dict[str, Any]) -> str:
     return ", ".join([f"{result['kind']} {result['model']}", *more, *(["cold"] if result.get("cold") else [])])
 
 
+def _source(result: dict[str, Any]) -> str | None:
+    return result.get("environment", {}).get("source")
+
+
 def _gates(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the gates of all arms of a result."""
     if result["kind"] == "infer":
@@ -55,6 +59,10 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         arms = {arm: record for arm, record in result["arms"].items() if arm not in failed}
         name = name_of(result)
+        if name in new and _source(new[name]) != _source(result):
+            sources = f"measured of source {_source(result)}; expected {_source(new[name])}"
+            print(f"bench e2e record: {path}: {sources}, that of the other parts of {name!r}", file=sys.stderr)
+            return 2
         new[name] = {**result, "arms": {**new.get(name, {}).get("arms", {}), **arms}}
         new[name]["gates"] = _gates(new[name])
     results |= new

@@ -54,6 +54,8 @@ def run(
 
     asked = _Run(pattern, out, ways, limit, quick, resume, seconds, time.perf_counter())
     result = aten_file.load(out) if resume else None
+    if result is not None:
+        meta.check_source(result["environment"], out)
     clock = aten.timer(CudaDevice(), quick)
     if result is None:
         result = {

@@ -1,8 +1,9 @@
 """The accepted numbers of one GPU: ``bench/results/<gpu>.json``, one measurement of every row at every shape.
 
-A run replaces a row's measurement unless it leaves out the peer that was fastest before (it may have been asked for
-some peers only); then a row without a share of the peak takes that alone, with the time it is of. Runs are listed once,
-with everything needed to take them again; rows refer to theirs by its index in that list.
+A run replaces the measurement of a row or layer unless it leaves out the peer that was fastest before (it may have been
+asked for some peers only); then a row without a share of the peak gets that of the time it keeps, by the peak of the
+later run. Runs are listed once, with everything needed to take them again; rows refer to theirs by its index in that
+list.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from bench import meta
 from bench.report import tables
 
 SCHEMA = 2
+LAYER_PEERS = ("eager", "transformers", "liger", "compile", "torch", "plain_torch", "bf16")  # ways that are not ours
+_STEPS = ("forward_and_backward_ms", "with_backward_ms")
 Accepted = dict[str, Any]
 
 
@@ -67,7 +70,11 @@ def record(accepted: Accepted, result: dict[str, Any]) -> list[str]:
     run, refused = len(accepted["runs"]) - 1, []
     if layers := result.get("layers"):
         for name, measured in layers.items():
-            accepted["layers"][name] = {"run": run, "measured": measured}
+            before = accepted["layers"].get(name)
+            if before is not None and not _as_strict_layer(measured, before["measured"]):
+                refused.append(name)
+            else:
+                accepted["layers"][name] = {"run": run, "measured": measured}
         return refused
     if any("peak_extra_bytes" in row for row in result["rows"]):
         accepted["sweep"] = {"run": run, "rows": [_short(row) for row in result["rows"]]}
@@ -115,11 +122,25 @@ def _compared(row: dict[str, Any]) -> bool:
 
 
 def _add_peak(before: dict[str, Any], row: dict[str, Any], environment: dict[str, Any]) -> bool:
-    """Give a record that has none the share of the peak from a run with fewer peers; return False if there is none."""
+    """Give a record that has none its share of the peak that a run with fewer peers measured; False if it has none."""
     if "of_peak" in before or "of_peak" not in row:
         return False
-    before |= _short({"of_peak": row["of_peak"], "peak_from": {"us": row["us"], "commit": environment.get("commit")}})
+    share = row["of_peak"] * row["us"] / before["us"]  # that of the time which is kept
+    before |= _short({"of_peak": share, "peak_from": {"us": row["us"], "commit": environment.get("commit")}})
     return True
+
+
+def _as_strict_layer(measured: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return False for a layer without the peer that was fastest before, unless one that it has is as fast."""
+    rows = [[_peers_of(row) for row in found["rows"]] for found in (measured, before)]
+    return len(rows[0]) == len(rows[1]) and all(map(_as_strict, *rows))
+
+
+def _peers_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the peers of a layer as a row of an op has them."""
+    ways = {way: row[way] for way in LAYER_PEERS if isinstance(row.get(way), dict)}
+    times = {way: next((found[key] for key in _STEPS if key in found), None) for way, found in ways.items()}
+    return {"peers": times}
 
 
 def _as_strict(row: dict[str, Any], before: dict[str, Any] | None) -> bool:

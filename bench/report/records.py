@@ -44,8 +44,6 @@ def interrupted(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    earlier, source = meta.load(path), meta.source_hash()
-    if earlier["environment"]["source"] != source:
-        was = earlier["environment"]["source"]
-        raise meta.ResultError(f"{path}: measured of source {was}; this is {source}. Choose another --out.")
+    earlier = meta.load(path)
+    meta.check_source(earlier["environment"], path)
     return earlier

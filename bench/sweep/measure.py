@@ -257,10 +257,7 @@ class File:
         earlier = load(self.path)
         if earlier["seed"] != seed:
             raise meta.ResultError(f"{self.path}: seed {earlier['seed']}; expected {seed}, or another --out.")
-        source = self.result["environment"]["source"]
-        if earlier["environment"]["source"] != source:
-            was = earlier["environment"]["source"]
-            raise meta.ResultError(f"{self.path}: measured of source {was}; this is {source}. Choose another --out.")
+        meta.check_source(earlier["environment"], self.path)
         return earlier
 
     def _take_marker(self, after_loss: bool) -> None:

@@ -5,6 +5,8 @@
 //     dbeta = rowsum(dR * V) - exp(c) K . A2 + rowsum(dM * K K^T * G),
 //     dc = rowsum(W) - colsum(W) - beta exp(c) K . A2 + scale exp(c) Q . A1 - s,  W = dM * M + dP * P,  s = F K . A3,
 //     dc of the last row also + sum(s) + exp(c_end) <S, dS>,  dg = sums of dc from a row to the end of its chunk.
+// What does not decay, the diagonal of P and the last row of s, counts as 0 in dc. It would cancel, and in fp32 hide what
+// strong decays leave of the rest.
 //
 // A block owns a chunk and a key head, and adds up its value heads in order. Of each value head, v comes in tiles of 64
 // columns, in one or two `stages`. With kUncorrected, dM and A2 count as 0. Warps 0 to 3 have 16 rows of dQ each, warps 4 to 7 those of dK. Grid: chunks, key heads.
@@ -207,7 +209,7 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
                 for (int r = 0; r < 2; ++r) {
                     const int i = own_row + lane / 4 + 8 * r;
                     const float norm = numbers[of_queries ? kQueryNorms : kKeyNorms][i];
-                    const bool counts = meets && (of_queries ? j <= i : j < i);
+                    const bool counts = meets && j < i;
                     // The factor of both the product and its gradient, without the norms.
                     const float decay = counts ? decay_between(numbers[kDecays][i], numbers[kDecays][j]) : 0.0f;
                     const float beta = of_queries ? factor : -numbers[kBetas][i];
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
                     const float by_beta = slope * pairs[n][2 * r + c] * norm * numbers[kKeyNorms][j];
                     row_sum[r] += by_beta * beta, columns[n][c] += by_beta * beta;
                     beta_sum[r] -= by_beta;
-                    inner[n][2 * r + c] = slope * beta;  // X or N
+                    inner[n][2 * r + c] = of_queries && j == i ? inner[n][2 * r + c] * factor : slope * beta;  // X or N
                 }
             }
 #pragma unroll
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
                 if (of_queries) {
                     row_sums[0][i] = sum + factor * dot;
                 } else {
-                    row_sums[1][i] = sum - numbers[kBetas][i] * dot - s;
+                    row_sums[1][i] = sum - numbers[kBetas][i] * dot;
                     row_sums[2][i] = s;
                     betas[1][i] = of_beta - dot;
                 }
@@ -267,7 +269,8 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
             columns_by_columns<T, VTile, KTile>(total, x_tile, own_row, query_tile, warp - 4, 4, lane);
         } else if (warp == 0) {
             // Sums of dc from each row to the end; lane l has rows 63 - l and 31 - l.
-            float before = 0.0f, all_s = row_sums[2][lane] + row_sums[2][lane + 32], of_states = 0.0f;
+            auto s_of = [&](int row) { return row + 1 < chunk.rows ? row_sums[2][row] : 0.0f; };
+            float before = 0.0f, all_s = s_of(lane) + s_of(lane + 32), of_states = 0.0f;
 #pragma unroll
             for (int offset = 16; offset > 0; offset /= 2) all_s += __shfl_xor_sync(0xffffffffu, all_s, offset);
 #pragma unroll
@@ -276,7 +279,7 @@ __global__ void __launch_bounds__(256) gated_delta_rule_grads(const __grid_const
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = kDelta - 1 - lane - 32 * half;
-                float value = row_sums[0][row] + row_sums[1][row];
+                float value = row_sums[0][row] + row_sums[1][row] - s_of(row);
 #pragma unroll
                 for (int w = 0; w < 8; ++w) value -= column_sums[w][row];
                 if (row == kDelta - 1) value += at_end;

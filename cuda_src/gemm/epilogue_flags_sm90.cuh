@@ -5,7 +5,7 @@
 
 namespace rtk {
 
-// Mirrored in rtkernels/ops/gemm/sm90_plan.py.
+// Mirrored in rtkernels/ops/gemm/sm90_limits.py.
 enum ElementKind : u32 { kBf16 = 0, kFp16 = 1, kFp32 = 2, kInt32 = 3, kE4m3 = 4, kE5m2 = 5 };
 enum ActKind : u32 { kNoAct = 0, kReluAct = 1, kSiluAct = 2, kGeluTanhAct = 3, kGeluAct = 4 };
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import copy_into
-from rtkernels.aten.table import CAPTURE, DTYPE, EMPTY, INVALID, RANK, NotHandled, Overload, refused_rows
+from rtkernels.aten.elementwise import copy_into, shares_partly
+from rtkernels.aten.table import CAPTURE, DTYPE, EMPTY, INVALID, OVERLAP, RANK, NotHandled, Overload, refused_rows
 from rtkernels.ops.scan.compact import chosen, nonzero, repeated
 from rtkernels.ops.scan.running import running
 from rtkernels.ops.shared.strided import FLOATS, TOKEN
@@ -40,6 +40,8 @@ def _extreme(flip: bool) -> Callable[..., Any]:
 
 
 def _cumsum_out(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor) -> Any:
+    if shares_partly(x, out):
+        return OVERLAP  # torch refuses it
     made = _cumsum(x, dim, dtype=dtype)
     if isinstance(made, NotHandled):
         return made

@@ -61,7 +61,7 @@ def unsupported(mlp: nn.Module, x: Tensor) -> str | None:
         return "weights of its experts are of another dtype, or not dense"
     if x.is_cuda:
         reason = step_experts.unsupported(meta_of(x), meta_of(experts.gate_up_proj), gate.top_k, x.get_device())
-        reason = reason or decode_linear.unsupported(x, gate.weight)
+        reason = reason or decode_linear.unsupported(x, gate.weight, norm=True)
         if reason is not None:
             return f"its experts: {reason}"
     return None if _is_plain(mlp, names, numbers.order) else "its MLP computes more than its router and its experts"

@@ -171,8 +171,10 @@ def product(
         _Unsupported: The kernel does not compute it.
     """
     weight, scale, bias, constant = _matrix(x, linears)
-    if x.is_cuda and (reason := decode_linear.unsupported(x, weight, scale, gated=act is not None)) is not None:
-        raise _Unsupported(f"a product of {x.shape[-1]} x {weight.shape[0]}: {reason}")
+    if x.is_cuda:
+        reason = decode_linear.unsupported(x, weight, scale, gated=act is not None, norm=norm is not None)
+        if reason is not None:
+            raise _Unsupported(f"a product of {x.shape[-1]} x {weight.shape[0]}: {reason}")
     gain, eps, offset = None, 0.0, 0.0
     if norm is not None:
         gain, eps, offset = norm.weight, *_numbers(norm)

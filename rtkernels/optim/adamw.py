@@ -55,7 +55,8 @@ class AdamW(torch.optim.Optimizer):
         master: Whether 16-bit parameters have fp32 master weights.
         stochastic: Round bfloat16 parameters without master weights stochastically.
         seed: Of the random numbers. They depend on the seed, the step, the parameter's position among all, and the
-            element's place in the whole tensor, so a run can be repeated, and shards round like the whole tensor.
+            element's place in the whole tensor, so a run can be repeated, and shards of the first dimension round like
+            the whole tensor. Those of another dimension count on from the place of their first element.
 
     Raises:
         ArgumentError: A hyperparameter is out of range, a parameter has an unsupported dtype or layout, or `amsgrad` or

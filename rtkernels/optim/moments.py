@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi import dynamic_codes
+from rtkernels.ops.multi.dynamic_codes import fill_memory, in_memory
+from rtkernels.runtime.launch.tables import same_order
 from rtkernels.runtime.operator.sharding import is_sharded, local
 
 KINDS = ("fp32", "8bit", "fp8")
@@ -70,18 +72,23 @@ def loaded(p: Tensor, given: dict[str, Any], kind: str) -> dict[str, Tensor]:
     state = start(p, kind)
     for i, (name, signed) in enumerate(zip(NAMES[kind], (True, False), strict=True)):
         value, scale, to = _own(values[i]).to(p.device), scales[i], _own(state[name])
-        if is_coded(p, kind) and value.dtype == to.dtype and scale is not None:
-            _raw(to).copy_(_raw(value).reshape(to.shape))
+        value = value if value.shape == to.shape else value.reshape(to.shape)
+        if is_coded(p, kind) and value.dtype == to.dtype and scale is not None and same_order(value, to):
+            _raw(to).copy_(_raw(value))
             state[SCALES[kind][i]].copy_(scale.reshape(-1))
             continue
         if scale is not None:
-            value = dynamic_codes.decode(value, scale.to(p.device).reshape(-1).float(), signed)
+            scale = scale.to(p.device).reshape(-1).float()
+            full = torch.empty_like(value, dtype=torch.float32)
+            fill_memory(full, dynamic_codes.decode(in_memory(value), scale, signed))
+            value = full
         if is_coded(p, kind):
-            codes, scale = dynamic_codes.encode(value.reshape(to.shape), kind, signed)
-            _raw(to).copy_(_raw(codes))
+            ordered = torch.empty_like(to, dtype=torch.float32).copy_(value)
+            codes, scale = dynamic_codes.encode(in_memory(ordered), kind, signed)
+            fill_memory(_raw(to), _raw(codes))
             state[SCALES[kind][i]].copy_(scale)
         else:
-            to.copy_(value.reshape(to.shape))
+            to.copy_(value)
     return state
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def same_tensors(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
     """
     if TensorGuards is None:
         return never
-    numbers = tuple(None if t is None else next(i for i, other in enumerate(tensors) if other is t) for t in tensors)
+    first: dict[int, int] = {}  # lists of parameters have thousands of tensors
+    numbers = tuple(None if t is None else first.setdefault(id(t), i) for i, t in enumerate(tensors))
     there = [t for i, t in enumerate(tensors) if numbers[i] == i]
     sizes, strides = [list(t.shape) for t in there], [list(t.stride()) for t in there]
     check = TensorGuards(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
@@ -99,6 +101,11 @@ def _where(numbers: tuple[int | None, ...]) -> Callable[[Callable[..., bool]], C
     others = [f"t{i} is {None if j is None else f't{j}'}" for i, j in enumerate(numbers) if i != j]
     there = ", ".join(name for i, name in enumerate(names) if numbers[i] == i)
     return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(others)} and check({there})")
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Return a context in which torch computes in the dtypes that it is given, on this kind of device."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def has_address(tensor: torch.Tensor) -> bool:

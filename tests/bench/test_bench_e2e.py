@@ -191,6 +191,32 @@ def test_a_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(json.loads(out.read_text())["arms"]) == ["hf"]
 
 
+def test_a_file_of_other_sources_is_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names one commit for all that it holds."""
+    from bench import layers
+    from bench.e2e import decode_rows, families
+
+    content = {"kind": "train", "model": "dense", "environment": {"source": "other"}}
+    content |= {"rows": {}, "arms": {}, "layers": {}}
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps(content))
+    (tmp_path / "train-llama_like.json").write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="measured of source other"):
+        train.processes.begun(out, True, {"kind": "train"})
+    with pytest.raises(SystemExit, match="measured of source other"):
+        layers.main(["--tiny", "--continue", "--out", str(out)])
+    with pytest.raises(SystemExit, match="measured of source other"):
+        decode_rows.main(["--tiny", "--continue", "--out", str(out)])
+    with pytest.raises(SystemExit, match="measured of source other"):
+        families.main(["--tiny", "--continue", "--one", "llama_like", "--arms", "hf", "--out", str(tmp_path)])
+    other = tmp_path / "other.json"
+    for path, source in ((out, "other"), (other, "these")):
+        path.write_text(json.dumps({**content, "arms": {source: {"step_ms": 1}}, "environment": {"source": source}}))
+    to = tmp_path / "kept.json"
+    assert recording.main([str(out), str(other), "--to", str(to)]) == 2 and not to.exists()
+    assert "measured of source these; expected other" in capsys.readouterr().err
+
+
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.main([str(tmp_path)]) == 2 and "no result files" in capsys.readouterr().err
     pytest.importorskip("matplotlib")

@@ -216,12 +216,25 @@ def test_a_run_with_fewer_peers_adds_its_share_of_the_peak() -> None:
     result = {"environment": {**environment, "commit": "def"}, "rows": [later], "host": None}
     assert accepted.record(numbers, result) == []
     (kept,) = numbers["rows"]
-    assert kept["us"] == 10.0 and kept["peers"] == row["peers"] and kept["of_peak"] == 0.6
+    assert kept["us"] == 10.0 and kept["peers"] == row["peers"] and kept["of_peak"] == 0.48  # 0.6 in 8 us
     assert kept["peak_from"] == {"us": 8.0, "commit": "def"}
     assert accepted.record(numbers, result) == ["mm 9x9"]  # it has one now
     whole = {**later, "peers": row["peers"]}
     assert accepted.record(numbers, {**result, "rows": [whole]}) == [] and numbers["rows"][0]["us"] == 8.0
     assert "peak_from" not in numbers["rows"][0]
+
+
+def test_a_layer_keeps_its_fastest_peer() -> None:
+    def record(**ways: float) -> list[str]:
+        row = {"hidden": 64, **{way: {"forward_and_backward_ms": ms} for way, ms in ways.items()}}
+        return accepted.record(numbers, {"environment": {"date": ""}, "layers": {"layer_dense": {"rows": [row]}}})
+
+    numbers = accepted.empty()
+    assert record(ours=2.0, transformers=9.0, compile=4.0, liger=5.0) == []
+    assert record(ours=1.0) == record(ours=1.0, transformers=9.0, liger=5.0) == ["layer_dense"]
+    (row,) = numbers["layers"]["layer_dense"]["measured"]["rows"]
+    assert row["ours"]["forward_and_backward_ms"] == 2.0
+    assert record(ours=1.0, compile=4.5) == [] and record(ours=1.5, liger=4.25) == []
 
 
 def test_a_peak_that_cannot_be_measured_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,38 @@ def test_states_are_converted(kind, source) -> None:
         assert ((value.float() - whole).norm() / whole.norm()) < 0.06
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("layouts", ("from", "to", "both"))
+def test_states_of_other_layouts_are_converted(kind, source, layouts) -> None:
+    """Scales belong to 256 neighbours in memory, whose magnitudes here differ from row to row."""
+    torch.manual_seed(0)
+    base = torch.randn(70, 64)
+    turned = base.t().contiguous().t()
+    grad = torch.randn(70, 64) * torch.logspace(-4, 0, 70)[:, None]
+    one, other = (Parameter(turned if layouts in (name, "both") else base) for name in ("from", "to"))
+    exact, before, after = (
+        AdamW([p], lr=1e-2, state=state) for p, state in ((Parameter(base), "fp32"), (one, source), (other, kind))
+    )
+    for optimizer in (exact, before):
+        (p,) = optimizer.param_groups[0]["params"]
+        p.grad = torch.empty_like(p).copy_(grad)
+        optimizer.step()
+    state = copy.deepcopy(before.state_dict())
+    state["param_groups"][0]["state"] = kind
+    after.load_state_dict(state)
+    for i, name in enumerate(("exp_avg", "exp_avg_sq")):
+        found = after.state[other][f"state{i + 1}" if kind == "8bit" else name]
+        assert found.stride() == other.stride()
+        if kind != "fp32":
+            scale = after.state[other][f"absmax{i + 1}" if kind == "8bit" else f"{name}_scale"]
+            decoded = torch.empty_like(other, dtype=F32).detach()
+            dynamic_codes.fill_memory(decoded, dynamic_codes.decode(dynamic_codes.in_memory(found), scale, i == 0))
+            found = decoded
+        wanted = next(iter(exact.state.values()))[name]
+        assert (found - wanted).norm() < 0.06 * wanted.norm()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

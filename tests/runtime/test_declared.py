@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.index.row_moves_operators import SCATTER
 from rtkernels.ops.pointwise.inplace import ADD
 from rtkernels.ops.reduce import row_dot, softmax
+from rtkernels.runtime import torch_private
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.declared import Aligned, Dense, DenseFloat, Meta, Rows, UnitStride, dense_as, misaligned
 from rtkernels.runtime.operator.plan import Memory, StepPlan, Steps
@@ -113,3 +115,16 @@ def test_dropped_plans_are_not_replayed_and_one_tensor_given_twice_is() -> None:
         for both in (x, y):
             torch.testing.assert_close(recent(op, both, both), op.reference(both, both))
         assert recent(op, x, y) is None
+
+
+@pytest.mark.skipif(torch_private.TensorGuards is None, reason="this torch has no such guards")
+def test_guards_compare_aliases_and_absent_tensors() -> None:
+    a, b, c = (torch.zeros(2) for _ in range(3))
+    matches = torch_private.same_tensors([a, None, a, b])
+    assert matches(a, None, a, b) and matches(b, None, b, a)
+    for other in ((a, None, c, b), (a, a, a, b), (a, None, a, a), (None, None, None, b), (a, None, a, None)):
+        assert not matches(*other), other
+    assert not torch_private.same_tensors([a, b])(a, a)
+    # Lists of parameters have thousands: a comparison of each with all before it would take half a minute here.
+    many, began = [torch.zeros(1) for _ in range(50_000)], time.perf_counter()
+    assert torch_private.same_tensors(many)(*many) and time.perf_counter() - began < 10

@@ -7,13 +7,14 @@ import linecache
 import pytest
 import torch
 from support.compare import running_on
-from support.places import at
+from support.places import at, emulated
 from support.ways import assert_equal_bits
 from torch import Tensor
 
 import rtkernels
 from bench.measure import host_calls
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm.symmetric_mm import SYMMETRIC_MM
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.call import trace as tracing
 from rtkernels.runtime.call.public import public
@@ -303,3 +304,23 @@ def test_a_noted_call_runs_the_plan_of_its_own_arguments(place: str, dtype: torc
                     wanted.dtype, wanted.shape, wanted.stride()
                 )  # fmt: skip
                 assert wanted is None or torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@public
+def _products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """A plan that torch's own product takes the place of, and torch's own product itself."""
+    return SYMMETRIC_MM.call(a, None, None, 1.0, 0.0, 0.0), rtkernels.scaled_mm(b, b, backend="torch")
+
+
+@emulated
+def test_autocast_rounds_nothing_in_our_calls_of_torch() -> None:
+    """Neither in the first call, nor while it is recorded, nor in replays."""
+    a, b = torch.randn(1, 12, 20).bfloat16(), torch.randn(12, 20)
+    with rtkernels.emulate("sm_90"):
+        wanted = _products(a, b)
+        _products.recent.forget()
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                for number in range(4):
+                    assert_equal_bits(_products(a, b), wanted, f"call {number} under {dtype}")
+    assert len(replays(_products)) == 2

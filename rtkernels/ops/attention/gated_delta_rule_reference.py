@@ -61,7 +61,9 @@ class _Chunk:
         dq = x @ k + before * by_query
         dk = x.mT @ q + later
         dbeta = (drest * self.rest).sum(-1)
-        weights, s = dinner * self.inner, (k * later).sum(-1)
+        # What does not decay would cancel, and hide in its roundings what strong decays leave.
+        weights, s = (dinner * self.inner).tril(-1), (k * later).sum(-1)
+        s[:, -1] = 0.0
         dc = weights.sum(-1) - weights.sum(-2) - s + (before * q * by_query).sum(-1)
         dc[:, -1] += s.sum(-1) + (self.whole * self.state * dstate).sum((-2, -1))
         before_chunk = self.whole * dstate + (before * q).mT @ dout
@@ -103,14 +105,20 @@ class _ChannelChunk:
         q, k, beta, before = self.q, self.k, self.beta, self.before
         dupdate = self.inner.mT @ dout + (self.after * k) @ dstate
         drest = torch.linalg.solve_triangular(self.solved.mT, dupdate, upper=True, unitriangular=True)
-        x, n = (dout @ self.update.mT).tril(), -(drest @ self.update.mT).tril(-1)
+        x, n = dout @ self.update.mT, -(drest @ self.update.mT).tril(-1)
+        # dq and z without what does not decay, the same token's and the last token's part: as above.
+        own, x = x.diagonal(dim1=1, dim2=2).unsqueeze(-1), x.tril(-1)
         dq = torch.einsum("hij,hijd->hid", x, self.decayed) + before * (dout @ self.state.mT)
         y = torch.einsum("hij,hijd->hid", n, self.decayed) - before * (drest @ self.state.mT)
         later = self.after * (self.update @ dstate.mT)
+        last = later[:, -1].clone()
+        later[:, -1] = 0.0
         columns = x.unsqueeze(-1) * q.unsqueeze(2) + (beta * n).unsqueeze(-1) * k.unsqueeze(2)
         z = (self.decays * columns).sum(1) + later
         dc = q * dq + beta * k * y - k * z
         dc[:, -1] += (k * later).sum(1) + self.whole.squeeze(-1) * (self.state * dstate).sum(-1)
+        dq, z = dq + own * k, z + own * q
+        z[:, -1] += last
         dbeta = (drest * self.v).sum(-1) + (k * y).sum(-1)
         before_chunk = self.whole * dstate + (before * q).mT @ dout - (beta * before * k).mT @ drest
         return dq, beta * y + z, beta * drest, dc.flip(1).cumsum(1).flip(1), dbeta, before_chunk

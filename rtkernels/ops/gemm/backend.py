@@ -71,7 +71,7 @@ def _pad_summary(product: Product, info: DeviceInfo) -> str:
 
 
 def _decode_unsupported(product: Product, info: DeviceInfo) -> str | None:
-    return decode_plan.unsupported(product, info.target)
+    return decode_plan.unsupported(product, info.target, info.sm_count)
 
 
 def _decode_summary(product: Product, info: DeviceInfo) -> str:

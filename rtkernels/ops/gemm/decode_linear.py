@@ -107,12 +107,12 @@ def _without_add(p: Product) -> Product:
 
 
 def _plan(call: DecodeLinear, device: int) -> Steps:
-    p, target = _describe(call).product, device_info(device).target
-    if chunk_plan.unsupported(p, target) is None:
-        return chunk_plan.launches(p, device, call.norm_weight is not None, call.constant)
-    if decode_plan.unsupported(_without_add(p), target) is not None:
+    p, info, norm = _describe(call).product, device_info(device), call.norm_weight is not None
+    if chunk_plan.unsupported(p, info.target) is None:
+        return chunk_plan.launches(p, device, norm, call.constant)
+    if decode_plan.unsupported(_without_add(p), info.target, info.sm_count, norm) is not None:
         return IN_TORCH
-    return decode_plan.launches(p, device, call.norm_weight is not None, call.constant, True)
+    return decode_plan.launches(p, device, norm, call.constant, True)
 
 
 def _outputs(call: DecodeLinear) -> tuple[Memory]:
@@ -140,9 +140,10 @@ FORWARD = Operator(
 
 
 def unsupported(
-    a: Tensor, b: Tensor, scale_b: Tensor | None = None, packed: str | None = None, gated: bool = False
-) -> str | None:
-    """Return why the kernel cannot compute a product, None if it can."""
+    a: Tensor, b: Tensor, scale_b: Tensor | None = None, packed: str | None = None, gated: bool = False,
+    norm: bool = False,
+) -> str | None:  # fmt: skip
+    """Return why the kernel cannot compute a product, behind a norm if there is one; None if it can."""
     call = DecodeLinear(
         *map(meta_of, (a, b, scale_b)), None, None, None, packed, "silu" if gated else None, gated, False
     )
@@ -150,7 +151,8 @@ def unsupported(
         return "k is split by the number of rows, which batch invariance forbids"
     if not (a.is_cuda or a.get_device() < 0):
         return f"no kernels for {a.device}"
-    return decode_plan.unsupported(_describe(call).product, device_info(a.get_device()).target)
+    info = device_info(a.get_device())
+    return decode_plan.unsupported(_describe(call).product, info.target, info.sm_count, norm)
 
 
 @public
@@ -171,7 +173,8 @@ def decode_linear(
     in advance where they depend on the step only: the action expert of ``examples/vla_policy.py`` does so.
 
     Args:
-        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel; more run in plain torch.
+        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel; more run in plain torch, as do
+            rows that are too long for shared memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
         bias: ``[n]``, any float dtype.

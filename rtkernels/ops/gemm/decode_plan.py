@@ -28,7 +28,7 @@ _GROUP = 128  # of k, that share a scale
 _RING = 4  # slots of a warp that streams
 _SCALES = 128  # bytes of scales of such a slot
 _STEPS = {2: 6, 1: 8, 0.5: 4}  # of such a slot, at the most; by the bytes of a weight
-_STATIC = 2048  # shared memory that is not dynamic, and what the driver takes
+_STATIC = 2112  # shared memory that is not dynamic (1088 at the most), and what the driver takes
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes",
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
     """How a launch is cut.
 
     Blocks that share k, octets of a block, warps of a block along octets (power of two), steps of a slot,
-    shared memory.
+    shared memory; whether weights are streamed through it.
     """
 
     parts: int
@@ -67,10 +67,11 @@ class Shape(NamedTuple):
     row_shift: int
     steps: int
     shared: int
+    streams: bool
 
 
-def unsupported(product: Product, target: Target) -> str | None:
-    """Return why this backend cannot compute a product, or None."""
+def unsupported(product: Product, target: Target, sms: int = 132, norm: bool = False) -> str | None:
+    """Return why this backend cannot compute a product on so many SMs, behind a norm if there is one, or None."""
     p = product
     if p.groups is not None:
         return "no grouped products"
@@ -94,7 +95,7 @@ def unsupported(product: Product, target: Target) -> str | None:
         return "more steps than a launch counts"
     if p.scale_b is not None and not _fits(p.scale_b, p):
         return f"scales of b for {p.scale_b.rows} x {p.scale_b.depth}"
-    return None if _shape(p, target, 132, False) else "too little shared memory"
+    return None if _shape(p, target, sms, norm) else "too little shared memory"
 
 
 def _fits(s: Scales, p: Product) -> bool:
@@ -115,13 +116,19 @@ def _steps_of(p: Product) -> tuple[int, int]:
 
 
 def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
+    """Return the shape of a launch, None if none fits. Weights go to registers if rings leave no room for rows of a."""
+    streamed = _fastest(p, target, sms, normed, True) if p.m <= _STREAM_ROWS else None
+    return streamed or _fastest(p, target, sms, normed, False)
+
+
+def _fastest(p: Product, target: Target, sms: int, normed: bool, streams: bool) -> Shape | None:
     """Return the shape of a launch that takes the shortest on its busiest SM, None if none fits.
 
     The unit of the estimate is the time in which an SM reads 512 bytes.
     """
     octets = -(-p.n // (4 if p.gate else 8))
     granules, granule = _steps_of(p)
-    if _STREAM_ROWS < p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
+    if not streams and p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
         sms *= 2
     limit, half = shared_limit(target) - _STATIC, (shared_limit(target) + 1024) // 2 - _STATIC
     found: list[tuple[float, Shape]] = []
@@ -135,8 +142,8 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             per_octet = -(-own_granules // along_k) * granule
             rounds = -(-own // along_rows)
             sizes = {
-                steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps)
-                for steps in range(_slot_steps(p), 0, -granule)
+                steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps if streams else 0)
+                for steps in range(_slot_steps(p, streams), 0, -granule)
             }
             longest = next((steps for room in (half, limit) for steps, size in sizes.items() if size <= room), None)
             if longest is None:
@@ -147,7 +154,7 @@ def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
             shared, passes = sizes[steps], -(-own // _together(p.m, along_k, own))
             time = _WARPS * rounds * (per_octet + slots) + 12 * passes
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
-            found.append((time, Shape(parts, own, row_shift, steps, shared)))
+            found.append((time, Shape(parts, own, row_shift, steps, shared, streams)))
     return min(found)[1] if found else None
 
 
@@ -156,20 +163,20 @@ def _together(m: int, along_k: int, octets: int) -> int:
     return min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets, 32)
 
 
-def _slot_steps(p: Product) -> int:
+def _slot_steps(p: Product, streams: bool) -> int:
     """Return the steps that a slot has at the most."""
-    return _STEPS[BYTES[p.b.token]] if p.m <= _STREAM_ROWS else 4 if BYTES[p.b.token] < 1 else 6
+    return _STEPS[BYTES[p.b.token]] if streams else 4 if BYTES[p.b.token] < 1 else 6
 
 
 def _shared(
-    p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool, slot_steps: int
+    p: Product, octets: int, steps: int, row_shift: int, parts: int, normed: bool, ring_steps: int
 ) -> int:  # fmt: skip
-    """Return the bytes of shared memory of a block."""
+    """Return the bytes of shared memory of a block; `ring_steps`: of a slot in it, 0 if slots are registers."""
     row = steps * int(128 / BYTES[p.b.token])
     along_k = _WARPS >> row_shift
     together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    rings = _WARPS * _RING * (512 * slot_steps + _SCALES * _varies(p.scale_b, p.k)) if p.m <= _STREAM_ROWS else 0
+    rings = _WARPS * _RING * (512 * ring_steps + _SCALES * _varies(p.scale_b, p.k)) if ring_steps else 0
     return rings + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
@@ -193,7 +200,8 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
         return Steps()
     shape = _shape(p, info.target, info.sm_count, norm)
     if shape is None:
-        raise ValueError(f"the decoding kernel does not compute this product: {unsupported(p, info.target)}")
+        reason = unsupported(p, info.target, info.sm_count, norm)
+        raise ValueError(f"the decoding kernel does not compute this product: {reason}")
     s, varies = p.scale_b, _varies(p.scale_b, p.k)
     octets, size = -(-p.n // (4 if p.gate else 8)), BYTES[p.b.token]
     flags = (
@@ -202,7 +210,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     )  # fmt: skip
     types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
     along_k = _WARPS >> shape.row_shift
-    kernel, tokens = (STREAM, 4) if p.m <= _STREAM_ROWS else (KERNEL, 8)
+    kernel, tokens = (STREAM, _STREAM_ROWS) if shape.streams else (KERNEL, 8)
     launch = kernel.bind(
         (_CODES[p.b.token], p.a.token, 2 if p.m > tokens else 1),
         device,

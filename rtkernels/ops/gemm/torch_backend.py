@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import reference
 from rtkernels.ops.gemm.product import FP8
 from rtkernels.ops.gemm.scaled_mm_plan import ScaledMm, describe
+from rtkernels.runtime.torch_private import without_autocast
 
 _MM = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,7 +32,8 @@ def scaled_mm(
         raise ArgumentError("backend is 'torch'; expected 'auto' for quant_out and global_scale")
     left = a.reshape(p.m, a.shape[-1])
     right = b.transpose(-2, -1) if not described.right.flipped else b  # [k, n]
-    result = _multiplied(described, left, right, scale_a, scale_b, dtype)
+    with without_autocast("cuda" if a.is_cuda else "cpu"):
+        result = _multiplied(described, left, right, scale_a, scale_b, dtype)
     if bias is not None:
         result = result + bias.to(result.dtype)
     result = result.reshape(described.shape)

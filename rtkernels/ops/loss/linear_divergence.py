@@ -42,7 +42,8 @@ class _LinearDivergence(torch.autograd.Function):
         else:
             loss, stats = parallel.forward(heads, options, group)
         if keeps:
-            ctx.save_for_backward(student_hidden, student_weight, labels, kept)
+            # The bias for second derivatives alone: tensors that lead back to the inputs make them raise.
+            ctx.save_for_backward(student_hidden, student_weight, student_bias, labels, kept)
         else:
             ctx.save_for_backward(*heads, stats)
         return loss
@@ -53,7 +54,7 @@ class _LinearDivergence(torch.autograd.Function):
         if dloss is None:
             return (None,) * 10
         if ctx.keeps:
-            hidden, weight, labels, kept = ctx.saved_tensors
+            hidden, weight, _, labels, kept = ctx.saved_tensors
             grads = BACKWARD_KEPT(dloss, kept, hidden, weight, labels, ctx.options[0], ctx.keeps, *ctx.needs)
         else:
             grads = BACKWARD(dloss, *ctx.saved_tensors, *ctx.options, *ctx.needs, ctx.group is not None)
@@ -105,7 +106,8 @@ def linear_divergence(
             no logits are computed again; ``"stats"``, five numbers for each row, so that those of both heads are. None
             (default) chooses the former for a frozen head, and else as long as it takes at most twice the memory of
             the student's weight; the latter with float16, whose range is too small for it, a `group` or a level of
-            ``batch_invariant``.
+            ``batch_invariant``. With the former, incoming gradients of rows that are not equal multiply the hidden
+            states, rounded to their dtype, before the weight's gradient is computed.
         chunk_bytes: Memory for the student's logits of a chunk; the teacher's take as much. Default: about 256 MiB.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             the weights and biases, the same ones of both, and all hidden states. Each gets the same result, the

@@ -8,6 +8,7 @@ rounded once, and where a group shares the vocabulary.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class Heads:
 
 def row_ids(hidden: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
     """Return int64 ``[rows, 1]``: `IGNORED` for rows that do not count, else 0."""
-    rows = hidden.numel() // max(hidden.shape[-1], 1) if labels is None else labels.numel()
+    rows = prod(hidden.shape[:-1]) if labels is None else labels.numel()
     if labels is None:
         return torch.zeros(rows, 1, dtype=torch.int64, device=hidden.device)
     return torch.where(labels.reshape(-1, 1) == ignore_index, IGNORED, 0)
@@ -198,7 +199,8 @@ def _backward_kept(
         largest = torch.where(largest == 0, 1.0, largest)
         scaled = torch.mul(states, g / largest, out=torch.empty_like(states, memory_format=torch.contiguous_format))
         dweight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        columns = min(max(_TILE_ROWS, CHUNK_BYTES // (4 * max(size, 1))), vocabulary)
+        # Whole tiles, so that gradients of logits begin at multiples of 16 bytes.
+        columns = min(max(1, CHUNK_BYTES // (4 * max(size, 1) * _TILE_ROWS)) * _TILE_ROWS, vocabulary)
         memory = torch.empty(columns, size, dtype=torch.float32, device=weight.device)
         for first in range(0, vocabulary, columns):
             end = min(first + columns, vocabulary)

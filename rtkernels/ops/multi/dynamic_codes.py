@@ -37,6 +37,17 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).reshape(-1, BLOCK)
 
 
+def in_memory(t: Tensor) -> Tensor:
+    """Return a view whose row-major order is that of memory: scales belong to elements that are neighbours there."""
+    return t.permute(sorted(range(t.dim()), key=t.stride, reverse=True))
+
+
+def fill_memory(t: Tensor, values: Tensor) -> None:
+    """Copy values, in the order of memory, to a tensor."""
+    target = in_memory(t)
+    target.copy_(values.reshape(target.shape))
+
+
 def encode(x: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
     """Return codes (uint8 or e4m3, in the order of x) and the scales of their blocks, fp32."""
     blocks = _blocks(x)

@@ -96,8 +96,7 @@ def _reference(
         coded = len(scales1) > 0
         for i, w in enumerate(weights):
             m, v = exp_avgs[i], exp_avg_sqs[i]
-            order = sorted(range(w.dim()), key=w.stride, reverse=True)  # that of memory
-            dense = [t.permute(order).reshape(-1) for t in (w, grads[i], m, v)]
+            dense = [dynamic_codes.in_memory(t).reshape(-1) for t in (w, grads[i], m, v)]
             full = dense[0].float()
             first, second = dense[2], dense[3]
             if coded:
@@ -122,7 +121,7 @@ def _reference(
                 bits = dynamic_codes.random_bits(seed, stream, int(steps[i]), first_place, w.numel())
                 low = dynamic_codes.round_stochastically(full, bits)
             for to, new in (*values, (w, low), *([(copies[i], full)] if len(copies) else [])):
-                to.permute(order).copy_(new.reshape(to.permute(order).shape))
+                dynamic_codes.fill_memory(to, new)
 
 
 STEP = Operator(

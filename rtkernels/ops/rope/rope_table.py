@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -70,9 +70,11 @@ TABLE = Operator(
 )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
+_known_unscaled = lru_cache(maxsize=64)(partial(Scaling, "default"))
+
+
 def _unscaled(base: float) -> Scaling:
-    return Scaling("default", base)
+    return Scaling("default", base) if is_dynamo_compiling() else _known_unscaled(base)  # Dynamo warns of caches
 
 
 def _compute_rates(scaling: Scaling, dim: int, device: torch.device) -> Tensor:

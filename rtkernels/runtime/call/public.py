@@ -61,6 +61,8 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     first = next(iter(parameters))
     is_array = f"not isinstance({first}, Tensor)"
     annotation = str(parameters[first].annotation)
+    if "int" in annotation.split(" | "):  # Dynamo cannot ask a symbolic integer for its attributes
+        is_array = f"not isinstance({first}, (Tensor, int))"
     if annotation.split(" | ")[0] != "Tensor":
         is_array += f" and hasattr({first}, '__dlpack__')"
     elif annotation != "Tensor":
@@ -77,7 +79,6 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
             if not ({wants_grad or "False"}) or not _is_grad_enabled():
                 return _find({names})
 """
-    # Dynamo cannot ask a symbolic integer for its attributes, and no integer is an array.
     call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
     if "out" in parameters and not own_out:
         call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]

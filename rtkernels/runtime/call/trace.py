@@ -27,6 +27,7 @@ from rtkernels.runtime.operator.declaration import Declared, active_traces
 from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
+from rtkernels.runtime.torch_private import without_autocast
 
 _MAX_RECORDS = 64
 _MAX_ENCODED = 64
@@ -309,7 +310,7 @@ class DispatchTrace(Trace, TorchDispatchMode):
             except CANNOT_LAUNCH as error:  # the operator may fall back, or raises it once more
                 self.refuse(str(error))
         if type(plan) is Steps and plan.instead is not None:
-            with self:  # and so are the operators that it calls
+            with self, without_autocast(self.device.type):  # and so are the operators that it calls
                 result = plan.instead(*used)
         else:
             result = self._as_a_whole(self._launch, operator, used, plan)

@@ -69,8 +69,12 @@ class Writer(ABC):
         self.keep_addresses()
         self.free_memory()
         function = re.sub(r"\W", "_", self.name)
+        comparison, body, kind = self.comparison(), self.body, self.trace.device.type
+        if torch.is_autocast_enabled(kind) and any(record.function is not None for record in self.trace.records):
+            self.scope["autocast"] = torch.autocast  # what was recorded has been cast, or was computed without it
+            body = [f"with autocast({kind!r}, enabled=False):", *(f"    {line}" for line in body)]
         source = f"def {function}({', '.join(self.parameters)}):\n    "
-        source += "\n    ".join([*self.comparison(), *self.body]) + "\n"
+        source += "\n    ".join([*comparison, *body]) + "\n"
         generated(source, f"<rtkernels replay of {self.name}>", self.scope)
         return self.scope[function]
 

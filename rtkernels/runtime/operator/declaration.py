@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised
 from rtkernels.runtime.operator.lists import Lists, Number, Tensors
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
 from rtkernels.runtime.operator.written import generated
+from rtkernels.runtime.torch_private import without_autocast
 
 active_traces: list[Any] = []  # ``trace.Trace`` of all threads
 
@@ -299,12 +299,9 @@ def launch({names}):
         return self._run_planned(*self._planned(args, plan), args)
 
     def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-        if plan is IN_TORCH:
-            device = "cuda" if used[self._places[0]].is_cuda else "cpu"
-            with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-                results = self._written_reference(*used)
-        elif type(plan) is Steps:
-            results = plan.instead(*used)
+        if type(plan) is Steps:
+            with without_autocast("cuda" if used[self._places[0]].is_cuda else "cpu"):
+                results = self._written_reference(*used) if plan is IN_TORCH else plan.instead(*used)
         else:
             results = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
         if self._written:

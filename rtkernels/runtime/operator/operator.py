@@ -24,6 +24,7 @@ from rtkernels.runtime.torch_private import (
     forward_ad,
     functorch_transform,
     is_dynamo_compiling,
+    without_autocast,
 )
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
@@ -175,10 +176,8 @@ def call({names}):
         self._check_types(*args)
         features = emulator.active()
         if features is None:
-            if torch.is_autocast_enabled("cpu"):  # autocast would round matrix products
-                with torch.autocast("cpu", enabled=False):
-                    return self.reference(*args)
-            return self.reference(*args)
+            with without_autocast("cpu"):  # which would round matrix products
+                return self.reference(*args)
         with emulator.lock:
             emulate_features(features)
             with emulator.recording():

@@ -1,13 +1,14 @@
 """``python -m contracts.depends.everything``: all calls and changes, in many processes; continues where it stopped.
 
 First one change of each item for every call, slow calls first, so that every pair of a call and an item is checked
-early; then the other changes, those of slow calls last. What is done is kept in a file: a run that was cut goes on from
-there, and sums up all of it.
+early; then the other changes, those of slow calls last. What is done is kept in a file: a run of the same sources that
+was cut goes on from there, and sums up all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import queue
@@ -119,12 +120,23 @@ class _Worker:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
+def _source() -> str:
+    """Return a hash of what is checked and of what checks it: results of other sources are no results of these."""
+    root, digest = Path(__file__).parents[3], hashlib.sha256()
+    for folder, pattern in (("rtkernels", "*.py"), ("cuda_src", "*.cu*"), ("tests/contracts", "*.py")):
+        for path in sorted((root / folder).rglob(pattern)):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class _Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._end = options, time.time() + options.seconds
         self._lock, self._began = threading.Lock(), time.time()
         lines = options.state.read_text().splitlines() if options.state.exists() else []
-        self._done = {tuple(found["unit"]): found for found in map(json.loads, lines)}
+        self._source = _source()
+        found = [one for one in map(json.loads, lines) if one.get("source") == self._source]
+        self._done = {tuple(one["unit"]): one for one in found}
         self._state = options.state.open("a")
 
     def run(self) -> int:
@@ -189,7 +201,7 @@ class _Run:
 
     def _record(self, unit: list[Any], found: dict[str, Any], took: float) -> None:
         with self._lock:
-            found = {"unit": unit, "seconds": round(took, 1), **found}
+            found = {"unit": unit, "source": self._source, "seconds": round(took, 1), **found}
             self._done[tuple(unit)] = found
             if not (found.get("cut") or found.get("failures") or "lost" in found):  # others are tried again
                 print(json.dumps(found), file=self._state, flush=True)
@@ -199,7 +211,7 @@ class _Run:
                 print(f"FAIL {unit[0]} {unit[1]} {unit[3]}: {wrong[:300]}", flush=True)
 
     def _sum_up(self, names: dict[str, Any], left: int) -> int:
-        wrong = 0
+        wrong = cut = 0
         for kind, found in names.items():
             some = [one for one in self._done.values() if one["unit"][0] == kind]
             ran = {(one["unit"][1], item) for one in some for item in one.get("pairs", ())}
@@ -209,6 +221,7 @@ class _Run:
             wrong += failures + len(lost)
             functions = {name.partition(",")[0] for name, _ in ran}
             counts = {key: sum(one.get(key, 0) for one in some) for key in ("changes", "replayed", "cut")}
+            cut += counts["cut"]
             print(
                 f"{kind}: {len(functions)} functions, {len({name for name, _ in ran})} of {len(found['names'])} calls, "
                 f"{len({item for _, item in ran})} items, {len(ran)} pairs of {len(items)}, {counts['changes']} "
@@ -220,7 +233,7 @@ class _Run:
             slowest = sorted(some, key=lambda one: -one["seconds"])[:5]
             print("  slowest: " + ", ".join(f"{one['unit'][1]} {one['unit'][3]} {one['seconds']} s" for one in slowest))
         print(f"{left} units not begun, {time.time() - self._began:.0f} s")
-        return int(bool(wrong or left))
+        return int(bool(wrong or left or cut))
 
 
 if __name__ == "__main__":

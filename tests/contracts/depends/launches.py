@@ -22,6 +22,7 @@ class Launches:
     def __init__(self, run: Any, addresses: Any) -> None:
         self._run, self._addresses = run, addresses
         self._known: OrderedDict[bytes, list[bytes | None]] = OrderedDict()
+        self._kernels: dict[int, Any] = {}  # kept alive, so that no other one gets the identity of one in a key
         self._bytes = 0
         self.emulated = self.copied = 0
 
@@ -72,7 +73,7 @@ class Launches:
                 raise LookupError
             return places.setdefault(block, len(places)), address - block[0], address & 255
 
-        said: list[Any] = [id(kernel), variant, rest]
+        said: list[Any] = [id(self._kernels.setdefault(id(kernel), kernel)), variant, rest]
         try:
             for word, (_, kind) in zip(self._addresses(kernel, pointers), kernel.args, strict=True):
                 if kind == "tmap":

@@ -177,9 +177,10 @@ class AtenFuzzer:
                 try:
                     compare(_values(got), _values(wanted), what, _largest(clones))
                 except Wrong:
-                    if self._is_defined(call, native, clones):
-                        raise
-                    return False
+                    # If torch's kernel took this layout, ours and torch's kernel were compared: sums in 16 bits differ.
+                    if _same_bits(got, native) or not self._is_defined(call, native, clones):
+                        return False
+                    raise
             if any(arena.damage() for arena in arenas):
                 raise Wrong("bytes changed that belong to an input or to nobody")
         return True
@@ -250,6 +251,10 @@ def _is_elementwise(call: Call, target: str, name: str, shift: int, like: Tensor
 
 def _values(results: list[Tensor]) -> list[Any]:
     return [t.detach().resolve_conj() if not t.is_complex() else None for t in results]
+
+
+def _same_bits(got: list[Tensor], native: Any) -> bool:
+    return not isinstance(native, Exception) and all(map(torch.equal, got, native))
 
 
 def _short(outcome: Any) -> str:

@@ -166,6 +166,32 @@ def test_decays(decay: float, place: str) -> None:
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("channels", (False, True))
+def test_gradients_of_strong_decays(channels: bool, place: str) -> None:
+    """As test_ssd.py has it: of positive numbers, with values that the state hardly corrects.
+
+    Sums are rounded to fp32 relative to the largest gradients, those of the decays that leave most.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.rand(66, 2, 16, generator=generator).add(0.5) for _ in range(4))
+    q, k, v, dout = (t.to(BF16) for t in (q, k / 16, v, dout))
+    state, dstate = torch.rand(2, 1, 2, 16, 16, generator=generator).add(0.5).to(BF16).float()
+    g, beta = torch.rand(66, 2, *[16] * channels, generator=generator) / 4 + 1, torch.full((66, 2), 0.5)
+    g = -g * torch.tensor([30.0, 15.0]).view(2, *[1] * channels)
+    leaf = g.double().requires_grad_()
+    found = recurrence(*(t.double() for t in (q, k, v)), leaf, beta.double(), state[0].double(), 1.0, False)
+    (want,) = torch.autograd.grad(found, leaf, (dout.double(), dstate[0].double()))
+    with running_on(place) as device, poisoned():
+        leaf = g.unsqueeze(0).to(device).requires_grad_()
+        q, k, v, beta, dout = (t.unsqueeze(0).to(device) for t in (q, k, v, beta, dout))
+        found = gated_delta_rule(q, k, v, leaf, beta, scale=1.0, initial_state=state.to(device), return_state=True)
+        (got,) = torch.autograd.grad(found, leaf, (dout, dstate.to(device)))
+    for head in range(2):
+        largest = want[:, head].abs().max()
+        assert_near(got[0, :, head].cpu().double() / largest, want[:, head] / largest, 6 * 2.0**-8, f"head {head}")
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("beta", (1.0, 2.0))
 def test_equal_keys(beta: float, place: str) -> None:
     """M has entries of beta everywhere; products of it grow, the inverse does not."""

@@ -29,7 +29,7 @@ def recurrence(x, dt, a, b, c, d, bias, state) -> tuple[Tensor, Tensor]:
     """One sequence [length, heads, width], token by token."""
     each = x.shape[1] // b.shape[1]
     b, c = (t.repeat_interleave(each, 1) for t in (b, c))
-    time, outs = F.softplus(dt + bias).clamp(*LIMIT), []
+    time, outs = dt if bias is None else F.softplus(dt + bias).clamp(*LIMIT), []
     for t in range(x.shape[0]):
         state = torch.exp(a * time[t])[:, None, None] * state
         state = state + (time[t][:, None] * x[t]).unsqueeze(2) * b[t].unsqueeze(1)
@@ -127,6 +127,31 @@ def test_packed_sequences(place: str) -> None:
 @pytest.mark.parametrize("rate", (0.0, 1e-6, 60.0))
 def test_decays(rate: float, place: str) -> None:
     check(inputs(70, 1, 1, 16, 16, 1, BF16, rate), None, place)
+
+
+@at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("decay", (1.0, 10.0, 30.0))
+def test_gradients_of_strong_decays(decay: float, place: str) -> None:
+    """What decays leave is far below what does not decay, and its gradient still has the precision of its operands.
+
+    All numbers are positive, so nothing cancels: an error is at most that of four roundings to bfloat16, of U, of the
+    state and its gradient, once as an operand and once as they are kept, and of the exponent, a sum over a chunk.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, b, c, dout = (torch.rand(66, n, 16, generator=generator).add(0.5).to(BF16) for n in (2, 1, 1, 2))
+    state, dstate = torch.rand(2, 1, 2, 16, 16, generator=generator).add(0.5).to(BF16).float()
+    dt, a = torch.rand(66, 2, generator=generator) / 4 + 1, torch.tensor([-decay, -decay / 2])
+    leaf = a.double().requires_grad_()
+    found = recurrence(*(t.double() for t in (x, dt)), leaf, b.double(), c.double(), torch.zeros(2), None, state[0])
+    (want,) = torch.autograd.grad(found, leaf, (dout.double(), dstate[0].double()))
+    with running_on(place) as device, poisoned():
+        leaf = a.to(device).requires_grad_()
+        x, dt, b, c, dout = (t.unsqueeze(0).to(device) for t in (x, dt, b, c, dout))
+        found = ssd(x, dt, leaf, b, c, initial_state=state.to(device), return_state=True)
+        (got,) = torch.autograd.grad(found, leaf, (dout, dstate.to(device)))
+    exponent = 8 * 64 * 1.25 * decay * 2.0**-24  # eight additions of fp32, and what they are sums of
+    error = (got.cpu().double() / want - 1).abs().max()
+    assert error <= 4 * 2.0**-8 + exponent, f"{error}"
 
 
 def test_alone() -> None:

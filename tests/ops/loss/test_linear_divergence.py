@@ -118,6 +118,33 @@ def _gradients_of_zero(leaves: tuple[Tensor, ...], teacher: Tensor, teacher_head
     return torch.autograd.grad(loss, leaves, torch.zeros_like(loss))
 
 
+@pytest.mark.parametrize("save", ("stats", "gradients"))
+@pytest.mark.parametrize("needs", ((0,), (1,), (4,), (0, 1, 4)))
+def test_there_is_no_second_derivative(needs: tuple[int, ...], save: str) -> None:
+    """Of any input, whatever else requires a gradient: each raises, and none is taken for 0."""
+    tensors = make(torch.float32, "cpu", 7)
+    for i in needs:
+        leaves = [t.clone().requires_grad_(j in needs) for j, t in enumerate(tensors[:5])]
+        loss = linear_divergence(*leaves[:4], beta=0.5, student_bias=leaves[4], save=save).sum()
+        (first,) = torch.autograd.grad(loss, leaves[i], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(first.square().sum(), leaves[i], allow_unused=True)
+
+
+def test_kept_gradients_are_multiplied_from_aligned_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, begins = make(torch.bfloat16, "cpu", 700, (3,)), []
+    monkeypatch.setattr(operators, "CHUNK_BYTES", 4 * 16 * 333)  # of fp32 sums: 333 rows of the weight
+
+    def product(sums: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+        begins.append(a.storage_offset())
+        add_product(sums, a, b, first)
+
+    add_product = operators.add_product
+    monkeypatch.setattr(operators, "add_product", product)
+    check(tensors, 0.5, 1.0, needs=(1,), save="gradients")
+    assert begins[-3:] == [0, 256, 512]
+
+
 def test_what_is_kept_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("rtkernels.ops.loss.linear_divergence")
     seen = []
@@ -185,6 +212,17 @@ def test_no_rows_have_zero_gradients(place: str) -> None:
         leaf, states = head.clone().requires_grad_(), student[:0].clone().requires_grad_()
         linear_divergence(states, leaf, teacher[:0], teacher_head).sum().backward()
         assert not leaf.grad.any() and states.grad.shape == states.shape
+
+
+@at("cpu", "sm_90")
+def test_states_without_elements(place: str) -> None:
+    """Logits are then the bias."""
+    with running_on(place) as device:
+        _, _, teacher, teacher_head, bias, teacher_bias, labels = make(torch.float32, device)
+        student, head = (torch.empty(*t.shape[:-1], 0, device=device) for t in (teacher, teacher_head))
+        check([student, head, teacher, teacher_head, bias, teacher_bias, labels], 0.0, 1.0, needs=(4,))
+        got = linear_divergence(student, head, teacher, teacher_head, student_bias=bias)
+        assert got.shape == student.shape[:-1] and got.isfinite().all()
 
 
 def test_every_run_gives_the_same_bits_and_compiles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -192,3 +193,20 @@ def test_two_bases_and_two_elements() -> None:
     with pytest.raises(ArgumentError, match="dim is 2; expected 4 or more with rope_type 'dynamic'"):
         rope_table(4, 2, scaling=dynamic)
     assert rtkernels.rope_table(4, 4, scaling=dynamic)[0].shape == (4, 2)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_tables_are_compiled_without_warnings(dynamic: bool) -> None:
+    """Also for a number of positions that is a symbol, and for bases that are."""
+
+    def tables(x: torch.Tensor, base: float) -> tuple[torch.Tensor, ...]:
+        scaled = rope_table(x.shape[0], 8, scaling=0.5, device="cpu")
+        return *rope_table(x.shape[0], 8, base=base, device="cpu"), *scaled
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = torch.compile(tables, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for rows, base in ((5, 1e4), (7, 1e4), (7, 5e5)):
+            for got, wanted in zip(compiled(torch.empty(rows), base), tables(torch.empty(rows), base), strict=True):
+                assert torch.equal(got, wanted)
