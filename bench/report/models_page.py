@@ -24,7 +24,7 @@ _OURS = {"ours": "`fused_layers`, `attention`"}  # what the arm means in inferen
 _INTRODUCTION = """\
 # Measured models
 
-Written by `python -m bench readme` from `bench/results/e2e/h200.json` and `bench/results/vla/h200.json`.
+Written by `python -m bench readme` from `bench/results/e2e/h200.json`, `bench/results/vla/h200.json` and a tuning run.
 [benchmarks.md](benchmarks.md) describes the commands, [performance.md](performance.md) has single ops and layers, and
 [decisions/models.md](decisions/models.md) has profiles.
 
@@ -45,11 +45,20 @@ _NOTES = {
         "`fp8_saturated`, with scales eight times too small, must miss at least one gate.",
     ],
 }
+_GENERATED = {
+    "qwen3_06b": "Qwen3, 0.6 B", "qwen3_09b": "Qwen3, 0.9 B (dense)", "llama": "Llama-like, 6 layers of 2048",
+}  # fmt: skip
 _TITLES = {"train": "Training", "infer": "Inference", "parity": "Parity with transformers"}
 
 
-def page(e2e: dict[str, Any], policy: dict[str, Any]) -> str:
-    """The text of docs/measured_models.md."""
+def page(
+    e2e: dict[str, Any], policy: dict[str, Any], tuning: dict[str, Any] | None = None,
+    layers: dict[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """The text of docs/measured_models.md.
+
+    `tuning` is a tuning run with rows of ``generate()``, `layers` one with the parts of the policy.
+    """
     lines = [_INTRODUCTION, ""]
     for kind, title in _TITLES.items():
         found = {name: result for name, result in sorted(e2e["results"].items()) if name.startswith(kind)}
@@ -59,7 +68,71 @@ def page(e2e: dict[str, Any], policy: dict[str, Any]) -> str:
             for name, result in found.items():
                 lines += [f"### {name.removeprefix(kind).strip()}", "", *_table(kind, result), "", _source(result), ""]
         lines += _families(families)
-    return "\n".join([*lines, *_policy(policy), ""])
+        if kind == "infer" and tuning is not None:
+            lines += _generate(tuning)
+    return "\n".join([*lines, *_policy(policy), *(_parts(layers) if layers else []), ""])
+
+
+def _parts(layers: dict[str, Any]) -> list[str]:
+    """The parts of the policy in a tuning run, each beside its floor."""
+    (run,) = (part for part in layers.values() if isinstance(part, dict) and "torch eager" in part.get("rows", {}))
+    names = ("vision", "prefix", "expert")
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [f"{row['parts'][name]:.1f} / {row['floors'][name]:.1f}" for name in names]
+
+    body = [
+        [name, f"{row['ms']:.1f}", *cells(row), f"{row['kernels']}", f"{row['cosine']:.5f}"]
+        for name, row in run["rows"].items()
+    ]
+    return [
+        "",
+        "A later tuning run (`bench/results/tuning/h200-2026-11-18-layers.json`), in which layers of the expert",
+        "take five launches, without torch.compile; ms of each part / its floor by memory or tensor cores:",
+        "",
+        *report.table(["", "ms", *names, "kernels per denoising step", "cosine"], body),
+        "",
+        f"{layers['gpu']}, {layers['date']}.",
+    ]
+
+
+def steps_of(tuning: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
+    """Return the rows of ``generate()`` in a tuning run: by model, prompt and batch, then by arm."""
+    (rows,) = (part for name, part in tuning.items() if name.startswith("generate() rows"))
+    found: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
+    for name, row in rows.items():
+        if isinstance(row, dict):
+            model, arm, prompt, batch = name.split()
+            found.setdefault((model, int(prompt), int(batch)), {})[arm] = row
+    return dict(sorted(found.items()))
+
+
+def _generate(tuning: dict[str, Any]) -> list[str]:
+    def cells(batch: int, row: dict[str, Any] | None) -> list[str]:
+        if row is None:
+            return ["-", "-", "-"]
+        ms = row["replay_ms"]
+        return [f"{ms:.3f}", f"{1000 * batch / ms:.0f}", f"{100 * row['floor_ms'] / ms:.0f} %"]
+
+    body = [
+        [_GENERATED[model], f"{prompt}", f"{batch}", *cells(batch, arms.get("generate")),
+         *cells(batch, arms.get("generate_fp8"))]
+        for (model, prompt, batch), arms in steps_of(tuning).items()
+    ]  # fmt: skip
+    one = ["ms", "tokens/s", "of memory speed"]
+    return [
+        "## generate()",
+        "",
+        "A decoding step of `generate()` of a patched model, replayed from its CUDA graph: device time, tokens per",
+        "second at that time, and the time that a copy of the bytes that a step reads would take, as a part of it.",
+        "From a tuning run without peers (`bench/results/tuning/h200-2026-11-18-decode-short.json`); the host was",
+        "busy with other work, so times of whole calls are not shown. fp8: `serve_fp8(model, head=True)`.",
+        "",
+        *report.table(["", "prompt", "batch", *one, *(f"fp8: {title}" for title in one)], body),
+        "",
+        f"{tuning['gpu']}, {tuning['date']}.",
+        "",
+    ]
 
 
 def _families(found: dict[str, dict[str, Any]]) -> list[str]:

@@ -12,7 +12,14 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from support.generation import KINDS, both, check, model_of, padded, patched, programs
 from support.tiny_models import tokens
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from rtkernels.models.generation import follow, loop
@@ -89,6 +96,81 @@ def test_stop_at_every_place_of_the_ring(step: int) -> None:
     check(model, prompt, max_new_tokens=16, do_sample=False, eos_token_id=stop_at(model, prompt, (0, step)))
 
 
+class Behind(follow.Ring):
+    """A ring as on a device that is slow: nothing has arrived before the host waits for it."""
+
+    waited: list[int]
+
+    def put(self, number: int, result: Tensor) -> None:
+        assert number - len(self.waited) < follow.DEPTH, "a result is overwritten before it was read"
+        super().put(number, result)
+
+    def get(self, number: int, wait: bool) -> Tensor | None:
+        if not wait:
+            return None
+        self.waited.append(number)
+        return super().get(number, wait)
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Ring", Behind)
+    own = loop._Call._ring
+    monkeypatch.setattr(loop._Call, "_ring", lambda self: _emptied(own(self)))
+
+
+def _emptied(ring: Behind) -> Behind:
+    ring.waited = []
+    return ring
+
+
+@pytest.mark.parametrize("step", [*range(follow.DEPTH + 2), None])
+def test_the_host_is_behind(step: int | None, behind: None) -> None:
+    """Steps that were issued behind the end of the text are cut off, at every place of the ring."""
+    model, prompt = model_of(), tokens(1, 9)
+    stop = None if step is None else stop_at(model, prompt, (0, step))
+    wanted, got = both(model, prompt, max_new_tokens=20, do_sample=False, eos_token_id=stop)
+    assert torch.equal(got, wanted) and not models.report(model).not_captured
+    issued = programs(model)[0].count + 1
+    assert issued == 20 if step is None else wanted.shape[1] - 9 <= issued <= wanted.shape[1] - 9 + follow.DEPTH
+
+
+def test_the_host_is_behind_a_batch_with_a_streamer(behind: None) -> None:
+    model, prompt = model_of(), tokens(3, 9)
+    stop, found = stop_at(model, prompt, (0, 2), (1, 5), (2, 9)), []
+    for _ in range(2):
+        streamer = Streamer()
+        out = model.generate(
+            prompt, max_new_tokens=16, do_sample=False, eos_token_id=stop, pad_token_id=1, streamer=streamer
+        )
+        found.append((out.tolist(), streamer.values))
+        patched(model)
+    assert found[0] == found[1]
+
+
+def test_random_numbers_of_surplus_steps_are_taken_back(behind: None) -> None:
+    """Calls that end at a stop token leave the generator as transformers' loop does."""
+    model, prompt, found = model_of(), tokens(2, 9), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": [*range(3, 50)], "pad_token_id": 1}
+        calls = [model.generate(prompt, **options).tolist() for _ in range(3)]
+        found.append((calls, torch.rand(2).tolist()))
+        patched(model)
+    assert found[0] == found[1]
+    assert not models.report(model).not_captured
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3_text", "mistral", "gpt_oss", "qwen3_moe"])
+def test_256_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left padding, windows far behind the prompt, and five capacities."""
+    monkeypatch.setattr(loop, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(loop, "SOON", 1)
+    model = model_of(kind)
+    check(model, tokens(3, 9), max_new_tokens=256, do_sample=False, eos_token_id=None, **padded())
+    assert [program.cache.capacity for program in programs(model)] == [16, 32, 64, 128, 256, 512]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_tokens(count: int) -> None:
     check(model_of(), tokens(2, 9), max_new_tokens=count, do_sample=False)
@@ -102,6 +184,23 @@ class AtLength(StoppingCriteria):
 def test_a_criterion_of_the_user() -> None:
     options = {"stopping_criteria": StoppingCriteriaList([AtLength()]), "max_time": 600.0}
     check(model_of(), tokens(3, 9), max_new_tokens=16, do_sample=False, **options)
+
+
+class Raises(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        if input_ids.shape[1] == 8:
+            raise RuntimeError("a criterion failed")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def test_a_criterion_that_raises_leaves_nothing_behind() -> None:
+    model, prompt = model_of(), tokens(1, 9)
+    wanted = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    patched(model)
+    with pytest.raises(RuntimeError, match="a criterion failed"):
+        model.generate(tokens(1, 5), max_new_tokens=8, stopping_criteria=StoppingCriteriaList([Raises()]))
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    assert not models.report(model).not_captured
 
 
 class Streamer(BaseStreamer):
@@ -178,6 +277,49 @@ def test_nan_is_an_error_as_in_transformers() -> None:
         weight.copy_(kept)
     assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
     assert not models.report(model).not_captured
+
+
+def test_the_distribution_of_sampled_tokens() -> None:
+    """Chi-square of 100000 draws against transformers' probabilities; none is outside of the kept set."""
+    from rtkernels.models.generation.select import Selection
+
+    torch.manual_seed(0)
+    given = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)]
+    logits = torch.randn(1, 64)
+    scores = logits
+    for processor in given:
+        scores = processor(None, scores)
+    wanted = torch.softmax(scores, -1)[0].double()
+    rows, counts = 1000, torch.zeros(64, dtype=torch.float64)
+    selection = Selection(given, True, [], None, rows, 64, torch.device("cpu"))
+    for _ in range(100):
+        counts += torch.bincount(selection(logits.expand(rows, -1)), minlength=64)
+    kept = wanted > 0
+    assert 2 < int(kept.sum()) < 20 and counts[~kept].sum() == 0
+    chi = float(((counts - wanted * counts.sum())[kept] ** 2 / (wanted * counts.sum())[kept]).sum())
+    freedom = int(kept.sum()) - 1
+    assert chi < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no memory for a graph: all steps are plain calls, and the report says why."""
+    from rtkernels.models.generation.step import Program
+
+    class Graph:
+        def __init__(self) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, prompt = model_of(), tokens(2, 9)
+    wanted = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    report, own = patched(model), Program.run
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(Program, "run", lambda self, model, pool=None: own(self, model, "pool"))
+    with pytest.warns(UserWarning, match="goes on without a graph"):
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    ((reason, count),) = report.not_captured.items()
+    assert reason.startswith("a step could not be captured: ") and "CUDA out of memory" in reason
+    assert count == 1 and not report.captures
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from rtkernels import models
 pytest.importorskip("transformers", minversion="5.0")
 
 from support.generation import both, model_of, patched, programs
-from support.tiny_models import tokens
+from support.tiny_models import build, tokens
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from rtkernels.models.generation import STATE, loop
@@ -121,6 +123,39 @@ def test_a_step_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(models.report(model).not_captured.values()) == 2
 
 
+def test_a_model_with_a_cache_of_its_own() -> None:
+    model = build("minimax").eval()
+    wanted, got = both(model, tokens(2, 9), max_new_tokens=4, do_sample=False)
+    assert torch.equal(got, wanted) and "the model has a cache of its own" in models.report(model).not_captured
+
+
+def _counted(model: nn.Module, prompt: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return model.generate(prompt, max_new_tokens=4, do_sample=False)
+
+
+STATES = {
+    "a layer trains": (lambda model: model.model.layers[1].train(), None, "model.layers.1 is in training mode"),
+    "a layer is compiled": (
+        lambda model: model.model.layers[0].compile(backend="eager"),
+        None,
+        "model.layers.0 is compiled",
+    ),
+    "a dispatch mode": (lambda model: None, _counted, "a dispatch mode is active, which would not see replays"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_the_model(name: str) -> None:
+    change, call, reason = STATES[name]
+    model, prompt = model_of(), tokens(2, 9)
+    change(model)
+    wanted = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    patched(model)
+    got = (call or (lambda m, p: m.generate(p, max_new_tokens=4, do_sample=False)))(model, prompt)
+    assert torch.equal(got, wanted) and list(models.report(model).not_captured) == [reason] and not programs(model)
+
+
 # ---- what a captured step depends on --------------------------------------------------------------------------------
 
 
@@ -142,6 +177,7 @@ CHANGES = {
     "state": _assigned_weights,
     "layer": _other_layer,
     "dtype": lambda model: model.to(torch.float64),
+    "configuration": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
     "setting": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 3.0),
     "data": lambda model: model.model.norm.weight.__setattr__("data", model.model.norm.weight.data * 2),
 }
@@ -161,6 +197,41 @@ def test_changes_drop_programs(name: str) -> None:
     assert programs(model) and programs(model)[0] is not before[0]
     models.unpatch(model)
     assert torch.equal(got, model.generate(prompt, **options))
+
+
+def test_settings_of_torch_drop_programs() -> None:
+    model, prompt, options = model_of(), tokens(1, 9), {"max_new_tokens": 6, "do_sample": False}
+    patched(model)
+    model.generate(prompt, **options)
+    (before,) = programs(model)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        model.generate(prompt, **options)
+        assert programs(model)[0] is not before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_two_models_in_threads() -> None:
+    """Each model has its own memory; calls of one model that overlap are transformers'."""
+    found, pairs = [], [(model_of(kind), tokens(2, 9)) for kind in ("llama", "qwen3")]
+    options = {"max_new_tokens": 8, "do_sample": False}
+    wanted = [model.generate(prompt, **options) for model, prompt in pairs]
+    for model, _ in pairs:
+        patched(model)
+
+    def work(i: int) -> None:
+        model, prompt = pairs[i % 2]
+        found.extend(torch.equal(model.generate(prompt, **options), wanted[i % 2]) for _ in range(3))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 12
+    for model, _ in pairs:
+        assert {*models.report(model).not_captured} <= {"another generate() of this model has not ended"}
 
 
 def test_values_written_in_place_keep_programs() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from rtkernels.models.fused_layers import form_of
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 STATE = "_rtkernels_generation"
 _SAMPLE = {"afaba81c2228ab7e"}  # hashes of the loops of transformers that ours was written after: 5.17 to 5.23
@@ -59,9 +60,21 @@ def _subclass(original: type[nn.Module]) -> type[nn.Module]:
 
         return loop.sample(original._sample, self, input_ids, *args, **kwargs)
 
+    @wraps(original.generate)
+    def generate(self, *args, **kwargs):
+        state = None if is_dynamo_compiling() else self.__dict__.get(STATE)
+        if state is None:
+            return original.generate(self, *args, **kwargs)
+        before = state.loops
+        result = original.generate(self, *args, **kwargs)
+        if state.loops == before:
+            state.refuse("a function that is not transformers' decodes (custom_generate, or code from the hub)")
+        return result
+
     members = {
         **{name: _reported(getattr(original, name), what) for name, what in _OTHERS.items() if hasattr(original, name)},
         "_sample": _sample,
+        "generate": generate,
         "__reduce_ex__": _reduce,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -77,6 +90,7 @@ def _reported(own: Any, what: str) -> Any:
     @wraps(own)
     def method(self, *args, **kwargs):
         if STATE in self.__dict__:
+            self.__dict__[STATE].loops += 1
             self.__dict__[STATE].refuse(f"{what} is decoded by transformers")
         return own(self, *args, **kwargs)
 

@@ -37,6 +37,7 @@ def sample(
     state: State | None = None if is_dynamo_compiling() else model.__dict__.get(STATE)
     reason = None
     if state is not None:
+        state.loops += 1
         reason = supported.reason_against(model, input_ids, logits_processor, generation_config, synced_gpus, kwargs)
         if reason is None and not state.lock.acquire(blocking=False):
             reason = "another generate() of this model has not ended"
@@ -78,9 +79,10 @@ class _Call:
             raise Refused("its stop tokens are not those of the configuration")
         self.key = select.key_of(processors, bool(config.do_sample), self.stop, self.pad)
         self.options = {name: kwargs[name] for name in ("logits_to_keep",) if name in kwargs}
-        self.bounded = bool((kwargs["position_ids"][:, -1] < self.columns).all())  # by the number of tokens
+        last = kwargs["position_ids"][:, -1]
+        self.bounded = bool(((last >= 0) & (last < self.columns)).all())  # by the number of tokens
         window = next((w for w in windows_of(self.cache) or () if w is not None), None)
-        self.form = kwargs.get("attention_mask") is not None, window is not None and self.columns >= window
+        self.form = self.batch, kwargs.get("attention_mask") is not None, window is not None and self.columns >= window
         if self.form in state.refused:
             raise Refused(state.refused[self.form])
         self.random = RandomState(ids.device, bool(config.do_sample))

@@ -6,6 +6,7 @@ computed from tables that a step updates.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -26,9 +27,20 @@ _SUPPRESS = processors.SuppressTokensLogitsProcessor
 _KNOWN = (*_FUNCTIONS_OF_SCORES, _PENALTY, _MIN_LENGTH, _MIN_NEW, _SUPPRESS)
 
 
-def unknown(given: Any) -> str | None:
-    """Return the name of a processor that is not computed here, None if all are."""
-    return next((type(p).__name__ for p in given if type(p) not in _KNOWN), None)
+def reason_against(given: Any, ids: Tensor) -> str | None:
+    """Return why processors cannot be computed here for a prompt, None if they can."""
+    for processor in given:
+        if type(processor) not in _KNOWN:
+            return f"the logits processor {type(processor).__name__} is not computed on the device"
+        if type(processor) is _PENALTY and not _ignores_prompt_only(processor.prompt_ignore_length, ids):
+            return "a repetition penalty ignores more than the prompt"
+    return None
+
+
+def _ignores_prompt_only(ignored: Any, ids: Tensor) -> bool:
+    if isinstance(ignored, Tensor):
+        return tuple(ignored.shape) == (ids.shape[0],) and bool((ignored <= ids.shape[1]).all())
+    return ignored is None or ignored <= ids.shape[1]
 
 
 def _form(processor: Any) -> Hashable:
@@ -64,15 +76,15 @@ class Selection:
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         self.result = torch.zeros(2 * batch + 1, dtype=torch.int64, device=device)
-        self.seen: Tensor | None = None
+        self.seen: list[Tensor] = []  # tables of tokens, one for each repetition penalty
         self.allowed_from: list[Tensor] = []
         self.steps = [self._step(p, batch, device) for p in given]
 
     def _step(self, processor: Any, batch: int, device: torch.device) -> Callable[[Tensor], Tensor]:
         kind = type(processor)
         if kind is _PENALTY:
-            self.seen = torch.zeros(batch, self.vocabulary + 1, dtype=torch.bool, device=device)
-            return self._penalized(self.seen, processor.penalty)
+            self.seen.append(torch.zeros(batch, self.vocabulary + 1, dtype=torch.bool, device=device))
+            return self._penalized(self.seen[-1], processor.penalty)
         if kind is _SUPPRESS:
             banned = self._mask(processor.suppress_tokens, device)
             return lambda scores: scores.masked_fill(banned, -torch.inf)
@@ -80,7 +92,8 @@ class Selection:
             banned, limit = self._mask(processor.eos_token_id, device), torch.zeros_like(self.columns)
             self.allowed_from.append(limit)
             return lambda scores: scores.masked_fill(banned & (self.columns < limit), -torch.inf)
-        return lambda scores: processor(None, scores)
+        kept = copy.copy(processor)  # the caller's may change later
+        return lambda scores: kept(None, scores)
 
     def _mask(self, ids: Tensor, device: torch.device) -> Tensor:
         return torch.isin(torch.arange(self.vocabulary, dtype=torch.int64, device=device), ids.to(device))
@@ -104,15 +117,15 @@ class Selection:
         ]
         for tensor, limit in zip(self.allowed_from, limits, strict=True):
             tensor.fill_(limit)
-        for processor in given:
-            if type(processor) is _PENALTY:
-                ignored = processor.prompt_ignore_length
-                ids = prompt.clamp(max=self.vocabulary)
-                if ignored is not None:
-                    column = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
-                    first = ignored.to(ids.device)[:, None] if isinstance(ignored, Tensor) else ignored
-                    ids = ids.masked_fill(column < first, self.vocabulary)
-                self.seen.zero_().scatter_(1, ids, True)
+        penalties = [p for p in given if type(p) is _PENALTY]
+        for processor, seen in zip(penalties, self.seen, strict=True):
+            ignored = processor.prompt_ignore_length
+            ids = prompt.to(torch.int64).clamp(max=self.vocabulary)
+            if ignored is not None:
+                column = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
+                first = ignored.to(ids.device)[:, None] if isinstance(ignored, Tensor) else ignored
+                ids = ids.masked_fill(column < first, self.vocabulary)
+            seen.zero_().scatter_(1, ids, True)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Select from logits ``[batch, vocabulary]``, update all tables, and return the tokens ``[batch]``."""
@@ -130,8 +143,8 @@ class Selection:
         if self.stop is not None:
             tokens = torch.where(self.active, tokens, self.pad)
             self.active.logical_and_((tokens[:, None] != self.stop).all(-1))
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
+        for seen in self.seen:
+            seen.scatter_(1, tokens[:, None], True)
         self.columns.add_(1)
         batch = tokens.shape[0]
         self.result[:batch].copy_(tokens)

@@ -27,6 +27,7 @@ class State:
         self.pool: Any = None
         self.ring: Any = None
         self.done: Any = None  # recorded behind the last step of the last call
+        self.loops = 0  # decoding loops that ran, ours or transformers'
         self.lock = threading.Lock()
 
     def __reduce__(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -87,12 +88,14 @@ class Program:
     def _capture(self, model: nn.Module, pool: Any) -> bool:
         if self.failure is not None:
             return False
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.step(model)
         except Exception as error:  # whatever the reason: the plain call computes the same
             self.failure = f"a step could not be captured: {str(error).splitlines()[0] if str(error) else error!r}"
+            if isinstance(error, torch.OutOfMemoryError):
+                warnings.warn(f"generate(): {self.failure}; it goes on without a graph, slower", stacklevel=2)
             return False
         self.graph = graph
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from transformers.generation import GenerationMixin
 
 from rtkernels.models import replace
 from rtkernels.models.attention import NAME
-from rtkernels.models.generation import select
+from rtkernels.models.generation import fields, select
 from rtkernels.models.generation.cache import windows_of
 from rtkernels.nn.fp8_linear import KeepsCodes
+from rtkernels.runtime.torch_private import dispatch_modes
 
 _READ = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_PASSED = {"tokenizer", "assistant_tokenizer"}  # given to criteria before the loop; models ignore them
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _PLAIN = (bool, int, float, str, type(None))
+_KEPT = (*_PLAIN, FunctionType)  # settings of a module of torch or transformers that count
+_HOOKS = ("rtkernels.", "transformers.utils.output_capturing")  # the latter stay and rest after output_attentions=True
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 
 
@@ -31,8 +36,8 @@ def reason_against(
         _of_options(config, synced)
         or _of_inputs(ids, kwargs)
         or _of_model(model, ids)
-        or _of_cache(kwargs["past_key_values"], model)
-        or ((name := select.unknown(given)) and f"the logits processor {name} is not computed on the device")
+        or _of_cache(kwargs.get("past_key_values"), model)
+        or select.reason_against(given, ids)
     )
 
 
@@ -48,11 +53,13 @@ def _of_options(config: Any, synced: bool) -> str | None:
         return "compile_config is set"
     if config._pad_token_tensor is not None and config._pad_token_tensor.numel() != 1:
         return "there are several padding tokens"
+    if (name := fields.unknown(config)) is not None:
+        return f"{name} is set, an option that is not known here"
     return None
 
 
 def _of_inputs(ids: Tensor, kwargs: dict[str, Any]) -> str | None:
-    others = sorted(name for name, value in kwargs.items() if value is not None and name not in _READ)
+    others = sorted(name for name, value in kwargs.items() if value is not None and name not in _READ | _PASSED)
     if others:
         return f"{others[0]} is given"
     if not kwargs.get("use_cache"):
@@ -74,6 +81,8 @@ def _of_model(model: Any, ids: Tensor) -> str | None:
         return "the model is in training mode"
     if torch.is_grad_enabled():
         return "gradients are enabled"
+    if dispatch_modes():
+        return "a dispatch mode is active, which would not see replays"
     if torch.is_autocast_enabled(ids.device.type):
         return "autocast is on"
     if model.config.is_encoder_decoder:
@@ -88,15 +97,21 @@ def _of_model(model: Any, ids: Tensor) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are hooks for all modules"
     for name, module in model.named_modules():
+        if module.training:
+            return f"{name} is in training mode"
         if "forward" in module.__dict__:
             return f"{name or 'the model'} has a forward on the instance"
+        if module.__dict__.get("_compiled_call_impl") is not None:
+            return f"{name or 'the model'} is compiled"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(not str(getattr(hook, "__module__", "")).startswith("rtkernels.") for hook in hooks):
+        if any(not str(getattr(hook, "__module__", "")).startswith(_HOOKS) for hook in hooks):
             return f"{name or 'the model'} has hooks"
     return None
 
 
 def _of_cache(cache: Any, model: Any) -> str | None:
+    if cache is None:
+        return "the model has a cache of its own"
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__}{', offloaded' if getattr(cache, 'offloading', False) else ''}"
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
@@ -119,15 +134,21 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 def stamp(model: nn.Module) -> Hashable:
     """Return what a captured step depends on besides values: if it changes, graphs are dropped.
 
-    These are the modules, their classes and their attributes that are numbers or strings, and the addresses, shapes and
-    dtypes of parameters and buffers. Modules that are neither torch's nor transformers' (adapters) also have settings
-    in collections. Weights that are written in place are read by the next replay; only where codes of a weight or
-    tables of angles are kept does its version count, too.
+    These are the modules, their classes and their attributes that are numbers, strings or functions, the numbers in
+    their configurations, and the addresses, shapes and dtypes of parameters and buffers. Modules that are neither
+    torch's nor transformers' (adapters) also have settings in collections. Weights that are written in place are read
+    by the next replay; only where codes of a weight or tables of angles are kept does its version count, too. Settings
+    of torch that decide how it computes are part of it.
     """
-    parts: list[Hashable] = []
+    parts: list[Hashable] = [*_settings_of_torch()]
+    configs: dict[int, Any] = {}
     for module in model.modules():
         cls = type(module)
         parts += (id(module), cls)
+        config = module.__dict__.get("config")
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
+            parts += (f"{name}={value}" for name, value in getattr(config, "__dict__", {}).items() if _is_plain(value))
         kind = replace.replaced(module)
         versions = issubclass(cls, KeepsCodes) or (kind is not None and kind.kind == "decode_rotary")
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -136,10 +157,19 @@ def stamp(model: nn.Module) -> Hashable:
                 parts.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version))
         settings = vars(module).items()
         if cls.__module__.startswith(("torch.", "transformers.")):
-            parts += (item for item in settings if type(item[1]) in _PLAIN)
+            parts += (item for item in settings if type(item[1]) in _KEPT)
         else:
             parts += (f"{name}={value}" for name, value in settings if _is_plain(value))
     return tuple(parts)
+
+
+def _settings_of_torch() -> tuple[Hashable, ...]:
+    cuda = torch.backends.cuda
+    return (
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), cuda.matmul.fp32_precision,
+        cuda.matmul.allow_bf16_reduced_precision_reduction, cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+    )  # fmt: skip
 
 
 def _is_plain(value: Any) -> bool:
