@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten import table
-from rtkernels.runtime.call.codegen import unguarded_replay_of
+from rtkernels.runtime.call.codegen import UnguardedWriter
 from rtkernels.runtime.call.launches import LaunchTrace
 from rtkernels.runtime.call.recent import ATTEMPTS, Calls, Known
 from rtkernels.runtime.depends import MISS, alias_code, lazy_code, meta_code, number_code, same_number_code
@@ -200,7 +200,7 @@ def key_of({_listed(arguments)}):
         floating = any(t.is_floating_point() for t in returned) or float in map(type, (*args, *kwargs.values()))
         promotes = floating and not any(t.is_floating_point() for t in tensors.values())
         name = f"aten {self.row.name}"
-        written = unguarded_replay_of(name, self._parameters, trace, result, promotes=promotes)
+        written = UnguardedWriter(name, self._parameters, trace, promotes=promotes).replay(result)
         known.why_not = trace.refused
         if written is not None:  # else an earlier one may do for other calls with this key
             known.replay = written

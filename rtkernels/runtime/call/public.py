@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
-from rtkernels.runtime.call.codegen import MISS
 from rtkernels.runtime.call.explained import explainer
 from rtkernels.runtime.call.out import with_out
 from rtkernels.runtime.call.recent import Recent, miss
+from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forward_ad, is_dynamo_compiling
 

@@ -23,10 +23,11 @@ from rtkernels.runtime.operator.arguments import check_boolean
 from rtkernels.runtime.operator.by_name import by_name
 from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised
 from rtkernels.runtime.operator.lists import Lists, Number, Tensors
-from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import without_autocast
 
+Planned = StepPlan | Steps | None  # ``Steps`` where plain torch or other operators compute; None: copies come first
 active_traces: list[Any] = []  # ``trace.Trace`` of all threads
 
 
@@ -98,7 +99,7 @@ class Declared:
         self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
         self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
         self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
-        self._places = self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
+        self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
         self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {self._returned()}"
         self._plans, self.lists = Plans(self._build), None
@@ -207,7 +208,7 @@ def launch({names}):
             return self._outputs(*values)
         return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
 
-    def _build(self, *key: Any) -> Plan | None:
+    def _build(self, *key: Any) -> Planned:
         keys = iter(key)
         values = []
         for name, kind in zip(self.names, self._kinds, strict=True):
@@ -266,7 +267,7 @@ def launch({names}):
 
     # Running a call.
 
-    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+    def _planned(self, args: tuple[Any, ...], plan: Planned = None) -> tuple[Planned, tuple[Any, ...]]:
         if self._written:
             self._refuse_shared(args)
         plan = plan or self._find(*args)
@@ -292,13 +293,10 @@ def launch({names}):
                 others = [(k.name, t) for j, (k, t) in enumerate(given) if j > i or (j < i and not k.written)]
                 refuse_shared(kind.name, tensor, others, kind.over)
 
-    def _launch_planned(self, *args: Any) -> Any:
-        return self._launch_prepared(args if self._prepare is None else self._prepare(*args))
-
-    def _launch_prepared(self, args: tuple[Any, ...], plan: Plan | None = None) -> Any:
+    def _launch_prepared(self, args: tuple[Any, ...], plan: Planned = None) -> Any:
         return self._run_planned(*self._planned(args, plan), args)
 
-    def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    def _run_planned(self, plan: Planned, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if type(plan) is Steps:
             with without_autocast("cuda" if used[self._places[0]].is_cuda else "cpu"):
                 results = self._written_reference(*used) if plan is IN_TORCH else plan.instead(*used)
