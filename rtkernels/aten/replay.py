@@ -21,7 +21,7 @@ from rtkernels.runtime.call.codegen import UnguardedWriter
 from rtkernels.runtime.call.launches import LaunchTrace
 from rtkernels.runtime.call.recent import ATTEMPTS, Calls, Known
 from rtkernels.runtime.depends import MISS, alias_code, lazy_code, meta_code, number_code, same_number_code
-from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
+from rtkernels.runtime.invariance import IS_INVARIANT, LEVEL_SCOPE, level
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import never, same_tensors
@@ -128,7 +128,7 @@ class OverrideCalls(Calls):
         source = f"""
 def find({_listed(arguments)}):
     global last
-    if {LEVEL_CODE}:
+    if {IS_INVARIANT}:
         return MISS
 {unlisted}
     limit = limits[{measured!r}]

@@ -53,7 +53,9 @@ def level() -> int:
     return state.default
 
 
-LEVEL_CODE = "(invariance_level() if invariance.highest else 0)"  # the level, in generated code with ``LEVEL_SCOPE``
+# In generated code with ``LEVEL_SCOPE``: the level, and whether it is above 0, which takes half the host time.
+LEVEL_CODE = "(invariance_level() if invariance.highest else 0)"
+IS_INVARIANT = "(invariance.highest and invariance_level())"
 LEVEL_SCOPE: dict[str, Any] = {"invariance": state, "invariance_level": level}
 
 

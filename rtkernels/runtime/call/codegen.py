@@ -10,7 +10,7 @@ import torch
 from rtkernels.runtime.call.trace import Arguments, Trace, View
 from rtkernels.runtime.call.writer import Writer, words_of
 from rtkernels.runtime.env import ENCODED, ENVIRON
-from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
+from rtkernels.runtime.invariance import IS_INVARIANT, LEVEL_CODE, LEVEL_SCOPE, level
 from rtkernels.runtime.layout import sharing
 from rtkernels.runtime.torch_private import same_tensors
 
@@ -69,7 +69,7 @@ class GuardedWriter(Writer):
             same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
             same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
         self.scope |= LEVEL_SCOPE
-        same.append(f"{LEVEL_CODE} == {level()}")
+        same.append(f"{LEVEL_CODE} == {level()}" if level() else f"not {IS_INVARIANT}")
         if self.trace.debug:
             self.scope["environ"] = ENVIRON
             same.append(f"not environ.get({self.constant(ENCODED('RTKERNELS_DEBUG'))})")
