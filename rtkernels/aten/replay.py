@@ -221,12 +221,6 @@ def known_calls(name: str, key: str) -> dict[Any, Known]:
     return _all[name, key].known if (name, key) in _all else {}
 
 
-def forget() -> None:
-    """Forget all calls of all overrides."""
-    for calls in _all.values():
-        calls.forget()
-
-
 def _only_index(indices: Any) -> tuple[Tensor | None, tuple[int, int]]:
     """Return the one tensor of a list, with its place and the list's length; None if there are others."""
     if len(indices) == 1 and indices[0] is not None:

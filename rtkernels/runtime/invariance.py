@@ -17,7 +17,6 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 MAX_LEVEL = 3
 _CHOICE_ROWS = 4096
-PROMISES = {1: "the forward pass", 2: "gradients of inputs", 3: "gradients of weights"}
 _BY_ITSELF = "every micro-batch is summed up by itself"
 OF_EXPERTS = "micro-batches do not cut the tokens of an expert at multiples of 128 rows"
 _KEY = "rtkernels_batch_invariant"  # of torch's thread-local objects, which autograd passes to its threads

@@ -21,7 +21,7 @@ from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
 from rtkernels.runtime.operator.arguments import check_boolean
 from rtkernels.runtime.operator.by_name import by_name
-from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised
+from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised, meta_of
 from rtkernels.runtime.operator.lists import Lists, Number, Tensors
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import generated
@@ -92,6 +92,7 @@ class Declared:
         self.results = None if results is None else tuple(results.split())
         self._numbers = tuple(numbers.split())
         self._written = [argument.name for argument in self.arguments if argument.written]
+        self._counted = [f"{x} is None or {x}.is_inference() or increment_version({x})" for x in self._written]
         known = [name for name in (self.names if tables is None else self.option_names) if name not in self._numbers]
         self._make_steps = by_name(plan, [*known, "device"] if tables is None else ["table", *known])
         self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
@@ -141,8 +142,7 @@ class Declared:
         checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
         prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
         given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
-        counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
-        counted = "".join(map(counting.format, self._written)) if self.counts_versions else ""
+        counted = "".join(f"{line}\n        " for line in self._counted) if self.counts_versions else ""
         source = f"""
 def find({names}):
     {checks}return {self._key()}
@@ -176,10 +176,7 @@ def launch({names}):
 
     def values(self, *args: Any) -> tuple[Any, ...]:
         """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
-        return tuple(
-            a if kind is None or a is None else Meta(a.dtype, a.shape, a.stride(), a.get_device(), 0)
-            for kind, a in zip(self._kinds, args, strict=True)
-        )
+        return tuple(a if kind is None else meta_of(a) for kind, a in zip(self._kinds, args, strict=True))
 
     def check(self, *values: Any) -> None:
         """Raise an ArgumentError for metas and options that are unsupported or do not go together."""

@@ -96,10 +96,9 @@ class Operator(Declared, TorchOp):
         addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
         options = "".join(f"{self._option(name)}, " for name in self.option_names) + LEVEL_CODE + ","
         assign = "".join(f"                {pointer} = {address}\n" for pointer, address in addresses.items())
-        counted = [f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written]
         run = f"return run({', '.join([*addresses, *self._numbers])})"
-        if counted:
-            run = f"returned = {run.removeprefix('return ')}; {'; '.join(counted)}; return returned"
+        if self._counted:
+            run = f"returned = {run.removeprefix('return ')}; {'; '.join(self._counted)}; return returned"
         replay = f"""\
     global last_calls
     if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
@@ -113,7 +112,7 @@ class Operator(Declared, TorchOp):
                         last_calls = last_with(calls, *one)
                     {run}
 """
-        count = "".join(f"    {line}\n" for line in counted)
+        count = "".join(f"    {line}\n" for line in self._counted)
         checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
         # ``matches`` is known of plans for aligned tensors that are not converted: their key says so.
         functions = f"""
