@@ -96,7 +96,7 @@ def leave(value: int, before: int | None) -> None:
 
 def starts_from_result() -> bool:
     """Return True if a sum over rows that is added to a result starts from it and adds blocks of 128 rows in order."""
-    return level() >= 3
+    return state.highest >= 3 and level() >= 3
 
 
 def refuse_weight_gradient(what: str) -> None:
