@@ -32,6 +32,8 @@ forward_ad = torch.autograd.forward_ad  # ``_current_level`` is below 0 outside 
 forward_ad = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 # Tells autograd that the tensors of a tuple were overwritten; torch's public function also takes a single tensor.
 increment_versions = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+# Torch's public function of Python calls it.
+deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 

@@ -12,7 +12,7 @@ from rtkernels.runtime.call.writer import Writer, words_of
 from rtkernels.runtime.env import ENCODED, ENVIRON
 from rtkernels.runtime.invariance import IS_INVARIANT, LEVEL_CODE, LEVEL_SCOPE, level
 from rtkernels.runtime.layout import sharing
-from rtkernels.runtime.torch_private import same_tensors
+from rtkernels.runtime.torch_private import deterministic, same_tensors
 
 _MAX_APART = 1000  # addresses of calls that are kept for a replay
 
@@ -65,7 +65,7 @@ class GuardedWriter(Writer):
             same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
         if any(record.function is not None for record in self.trace.records):
             self.scope["default_dtype"] = torch.get_default_dtype
-            self.scope["deterministic"] = torch.are_deterministic_algorithms_enabled
+            self.scope["deterministic"] = deterministic
             same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
             same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
         self.scope |= LEVEL_SCOPE
