@@ -62,8 +62,8 @@ class OverrideCalls(Calls):
             return
 
         def sized(*args: Any, **kwargs: Any) -> Any:
-            limit = 0 if level() else limits[measured]
-            return table.SMALL if limit and _elements(args) < limit else MISS
+            limit = limits[measured]
+            return table.SMALL if limit and not level() and _elements(args) < limit else MISS
 
         self.find = sized
 
