@@ -13,6 +13,7 @@ from support.places import at
 import rtkernels
 from rtkernels.aten import replay, table
 from rtkernels.runtime.depends import MISS
+from rtkernels.runtime.launch.plans import Plans
 
 
 def x() -> torch.Tensor:
@@ -61,9 +62,9 @@ ONLY_ON_CUDA = {  # there, or values would have to be looked at
 
 @pytest.fixture(autouse=True)
 def _nothing_known():
-    replay.forget()
+    Plans.forget_all()
     yield
-    replay.forget()
+    Plans.forget_all()
 
 
 def replay_on_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +257,7 @@ def test_numbers_that_change_are_passed_to_launches(name: str) -> None:
         assert made is not None
         fresh = []
         for number in FLOATS:
-            replay.forget()
+            Plans.forget_all()
             fresh.append(with_float(name, tensor, number))
     for number, a, b in zip(FLOATS, got, fresh, strict=True):
         assert bits(a).equal(bits(b)), number
