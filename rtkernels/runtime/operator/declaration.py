@@ -25,7 +25,7 @@ from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised, meta
 from rtkernels.runtime.operator.lists import Lists, Number, Tensors
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import generated
-from rtkernels.runtime.torch_private import without_autocast
+from rtkernels.runtime.torch_private import increment_versions, without_autocast
 
 Planned = StepPlan | Steps | None  # ``Steps`` where plain torch or other operators compute; None: copies come first
 active_traces: list[Any] = []  # ``trace.Trace`` of all threads
@@ -90,9 +90,10 @@ class Declared:
         self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
         self.option_names = tuple(self._option_types)
         self.results = None if results is None else tuple(results.split())
+        self._shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         self._numbers = tuple(numbers.split())
         self._written = [argument.name for argument in self.arguments if argument.written]
-        self._counted = [f"{x} is None or {x}.is_inference() or increment_version({x})" for x in self._written]
+        self._counted = [f"{x} is None or {x}.is_inference() or increment_versions(({x},))" for x in self._written]
         known = [name for name in (self.names if tables is None else self.option_names) if name not in self._numbers]
         self._make_steps = by_name(plan, [*known, "device"] if tables is None else ["table", *known])
         self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
@@ -102,18 +103,14 @@ class Declared:
         self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
         self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
-        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {self._returned()}"
+        several = f"({', '.join(['Tensor'] * len(self.results or ()))})"
+        returned = {"list": "Tensor[]", "single": "Tensor", "tuple": several}[self._shape]
+        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {returned}"
         self._plans, self.lists = Plans(self._build), None
         if tables is not None:
             self.lists = Lists(name, self.names, arguments, self._numbers, derived, tables, self._build_listed)
         self._generated = self._generate()
         self._find, self.launch = self._generated.get("find"), self._generated["launch"]
-
-    def _returned(self) -> str:
-        if self.results is None:
-            return "Tensor[]"
-        returned = ", ".join(["Tensor"] * len(self.results))
-        return returned if len(self.results) == 1 else f"({returned})"
 
     # What a plan depends on: everything except addresses and numbers.
 
@@ -161,7 +158,7 @@ def launch({names}):
             "check_numbers": self._check_numbers,
             "prepare": self._prepare,
             "StepPlan": StepPlan,
-            "increment_version": torch.autograd.graph.increment_version,
+            "increment_versions": increment_versions,
             "launch_prepared": self._launch_prepared,
             "active_traces": active_traces,
             "own_trace": own_trace,
@@ -232,18 +229,16 @@ def launch({names}):
         names = [argument.name for argument in self.arguments]
         given = dict(zip(self.names, values, strict=True))
         absent = [name for name in names if given[name] is None]
-        shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         guards = guards_of(self.arguments, given)
-        return StepPlan(self.name, names, self._numbers, outputs, shape, steps, device, absent, guards)
+        return StepPlan(self.name, names, self._numbers, outputs, self._shape, steps, device, absent, guards)
 
     def _build_listed(self, table: Any, args: tuple[Any, ...]) -> StepPlan:
         """Return the plan of a call over lists, which their table keeps."""
         self.lists.refuse_shared(args)
         given = dict(zip(self.names, args, strict=True))
         steps = self._make_steps(table, *(given[name] for name in self.option_names if name not in self._numbers))
-        shape = "single" if len(self.results) == 1 else "tuple"
         names, numbers = self.lists.addresses, self.lists.run_names
-        return StepPlan(self.name, names, numbers, self._memory(args), shape, steps, table.device)
+        return StepPlan(self.name, names, numbers, self._memory(args), self._shape, steps, table.device)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)

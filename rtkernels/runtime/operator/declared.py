@@ -39,7 +39,7 @@ from rtkernels.runtime.operator.lists import Number as Number
 from rtkernels.runtime.operator.lists import Tensors as Tensors
 from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import Steps
-from rtkernels.runtime.torch_private import same_tensors
+from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 _FIRST_TRIED = 4  # recent calls that are compared before a look-up, because layers of different shapes alternate
 
@@ -90,7 +90,7 @@ class Operator(Declared, TorchOp):
             return "", "", {}
         scope: dict[str, Any] = {
             "last_calls": (), "last_with": last_with, "plans": self._plans, "check_numbers": self._check_numbers,
-            "increment_version": torch.autograd.graph.increment_version, **LEVEL_SCOPE,
+            "increment_versions": increment_versions, **LEVEL_SCOPE,
         }  # fmt: skip
         tensors = ", ".join(argument.name for argument in self.arguments)
         addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
