@@ -107,8 +107,8 @@ def linear_divergence(
             of both heads are computed again. None (default): ``"stats"`` with float16 (its range is too small for
             gradients), with a `group` or `teacher_ids`, and at a level of ``batch_invariant``; otherwise
             ``"gradients"`` for a frozen head and wherever it takes at most twice the memory of the student's weight.
-            With ``"gradients"``, unequal incoming gradients of rows are multiplied into the hidden states, rounded to their
-            dtype, before the weight's gradient is computed.
+            With ``"gradients"``, unequal incoming gradients of rows are multiplied into the hidden states, rounded to
+            their dtype, before the weight's gradient is computed.
         chunk_bytes: Memory for the student's logits of a chunk; the teacher's take as much. Default: about 256 MiB.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             the weights and biases, the same ones of both, and all hidden states. Each gets the same result, the
