@@ -253,8 +253,8 @@ def test_numbers_that_change_are_passed_to_launches(name: str) -> None:
     tensor = torch.tensor([[1.5, -2.0, 0.0, 3.0]] * 3)
     with taken("sm_80", name):
         got = [with_float(name, tensor, number) for number in FLOATS]
-        (made,) = known(name, "sm_80")
-        assert made is not None
+        (repeated,) = known(name, "sm_80")
+        assert repeated is not None
         fresh = []
         for number in FLOATS:
             Plans.forget_all()
