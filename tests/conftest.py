@@ -121,9 +121,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _keep_one_op(name: str, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of one op: its own, cases named after it or what it offers, and those marked ``every_op``."""
-    from rtkernels.runtime.operator import registry
+    from support.ops import op_named
 
-    op = registry.get(name)
+    op = op_named(name)
     names = {name, *op.public, *(torch_op.name for torch_op in op.torch_ops), *(kernel.name for kernel in op.kernels)}
     about = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(names)))})(?!\w)")
     kept, others = [], []

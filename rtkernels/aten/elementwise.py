@@ -259,8 +259,8 @@ def run(
     plan = _PLANS[(functor, device, torch.get_default_dtype(), common, result, to, *metas)]
     if type(plan) is NotHandled:
         return plan
-    values = [*numbers, *[0] * (3 - len(numbers)), *scalars, *[0] * (4 - len(scalars))]
-    bits = [bits_of(plan, i, value) for i, value in enumerate(values)]
+    bits = [bits_of(plan, i, value) for i, value in enumerate(numbers)] + [0] * (3 - len(numbers))
+    bits += [bits_of(plan, 3 + i, value) for i, value in enumerate(scalars)] + [0] * (4 - len(scalars))
     if None in bits:
         return OUT_OF_RANGE
     made = out
@@ -271,6 +271,7 @@ def run(
             addresses.append(0)
         plan.launch(made.data_ptr(), *addresses, *bits)
     if (trace := launch_trace()) is not None:
+        values = [*numbers, *[0] * (3 - len(numbers)), *scalars]
         _record(trace, plan, device, operands, values, bits, made, out, known_as)
     return made
 

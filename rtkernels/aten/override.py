@@ -25,7 +25,7 @@ from rtkernels.errors import (
 )
 from rtkernels.runtime import env
 from rtkernels.runtime.depends import MISS
-from rtkernels.runtime.torch_private import below_versions, with_numbers_as_tensors
+from rtkernels.runtime.torch_private import below_versions
 
 Record = Callable[[str, str | None], None]
 _CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
@@ -142,19 +142,17 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
         return given_back(reason, args, kwargs)
 
     def emulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from rtkernels.runtime.launch.device import emulate_features
+        from rtkernels.runtime.launch.device import emulating
 
         features = emulator.active()
         if features is None:
             return _NOT_EMULATING
-        with emulator.lock:
-            emulate_features(features)  # which may forget what is known
-            with emulator.recording():
-                try:
-                    result = prepared(*args, **kwargs)
-                except (AttributeError, TypeError):
-                    result = MISS
-                return calls.call(handler, args, kwargs) if result is MISS else result
+        with emulating(features):  # which may forget what is known
+            try:
+                result = prepared(*args, **kwargs)
+            except (AttributeError, TypeError):
+                result = MISS
+            return calls.call(handler, args, kwargs) if result is MISS else result
 
     return override, switch
 
@@ -182,7 +180,7 @@ def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[...
             places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
         for i in places:
             if i < len(args) and not isinstance(args[i], torch.Tensor):
-                return with_numbers_as_tensors(boxed, args, kwargs)
+                return wrapped.with_numbers_as_tensors(boxed, args, kwargs)
         return boxed(*args, **kwargs)
 
     return call

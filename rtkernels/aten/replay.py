@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten import table
-from rtkernels.runtime.call.codegen import unguarded_replay_of
+from rtkernels.runtime.call.codegen import UnguardedWriter
 from rtkernels.runtime.call.launches import LaunchTrace
 from rtkernels.runtime.call.recent import ATTEMPTS, Calls, Known
 from rtkernels.runtime.depends import MISS, alias_code, lazy_code, meta_code, number_code, same_number_code
-from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
+from rtkernels.runtime.invariance import IS_INVARIANT, LEVEL_SCOPE, level
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import never, same_tensors
@@ -62,8 +62,8 @@ class OverrideCalls(Calls):
             return
 
         def sized(*args: Any, **kwargs: Any) -> Any:
-            limit = 0 if level() else limits[measured]
-            return table.SMALL if limit and _elements(args) < limit else MISS
+            limit = limits[measured]
+            return table.SMALL if limit and not level() and _elements(args) < limit else MISS
 
         self.find = sized
 
@@ -128,7 +128,7 @@ class OverrideCalls(Calls):
         source = f"""
 def find({_listed(arguments)}):
     global last
-    if {LEVEL_CODE}:
+    if {IS_INVARIANT}:
         return MISS
 {unlisted}
     limit = limits[{measured!r}]
@@ -200,7 +200,7 @@ def key_of({_listed(arguments)}):
         floating = any(t.is_floating_point() for t in returned) or float in map(type, (*args, *kwargs.values()))
         promotes = floating and not any(t.is_floating_point() for t in tensors.values())
         name = f"aten {self.row.name}"
-        written = unguarded_replay_of(name, self._parameters, trace, result, promotes=promotes)
+        written = UnguardedWriter(name, self._parameters, trace, promotes=promotes).replay(result)
         known.why_not = trace.refused
         if written is not None:  # else an earlier one may do for other calls with this key
             known.replay = written
@@ -219,12 +219,6 @@ def calls_of(row: table.Overload, key: str, limits: dict[str, int], measured: st
 def known_calls(name: str, key: str) -> dict[Any, Known]:
     """Return what is known of the calls of an overload, by key."""
     return _all[name, key].known if (name, key) in _all else {}
-
-
-def forget() -> None:
-    """Forget all calls of all overrides."""
-    for calls in _all.values():
-        calls.forget()
 
 
 def _only_index(indices: Any) -> tuple[Tensor | None, tuple[int, int]]:

@@ -1,13 +1,16 @@
-"""Operators of torch that mark a tensor on the device as a number and hand it to another operator.
+"""Numbers in the place of tensors: how torch hands them to operators, and how an override gives them back.
 
-If that other operator has an override, torch turns the tensor into a Python number for it, which is an internal error
-for all but CPU tensors. So while it has one, the first operator is given the number as a plain tensor of the dtype to
-which torch would convert it.
+Some operators of torch mark a tensor on the device as a number and hand it to another operator. If that other operator
+has an override, torch turns the tensor into a Python number for it, which is an internal error for all but CPU tensors.
+So while it has one, the first operator is given the number as a plain tensor of the dtype to which torch would convert
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,3 +66,51 @@ class Guard:
 
     def switch(self, *_: Any) -> None:
         """Do nothing: there is nothing to switch."""
+
+
+# ---- numbers that an override gives back -----------------------------------------------------------------------------
+
+
+class _NumberCall(threading.local):
+    call: Any = None  # a function with its arguments and keywords; afterwards its result
+
+
+_number_call = _NumberCall()
+
+
+def with_numbers_as_tensors(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a boxed kernel with Python numbers in place of tensors.
+
+    They become 0-d tensors that count as numbers in type promotion, as in ``x + 2``. Python code cannot create such
+    tensors, and torch converts numbers to them only while Python calls an operator of aten or prims. So the kernel is
+    called inside such an operator, which is defined here.
+    """
+    _number_call.call = function, args, kwargs
+    try:
+        _number_operator()()
+        return _number_call.call
+    finally:
+        _number_call.call = None
+
+
+def _number_operator() -> Callable[[], None]:
+    with _defining:  # a second definition is an error, and a cache alone would allow two threads to define it
+        return _defined_number_operator()
+
+
+@functools.cache
+def _defined_number_operator() -> Callable[[], None]:
+    library = torch.library.Library("prims", "FRAGMENT")
+    library.define("rtkernels_numbers() -> ()")
+
+    def run() -> None:
+        function, args, kwargs = _number_call.call
+        _number_call.call = function(*args, **kwargs)
+
+    library.impl("rtkernels_numbers", run, "CompositeExplicitAutograd")
+    _libraries.append(library)
+    return torch.ops.prims.rtkernels_numbers.default._op
+
+
+_defining = threading.Lock()
+_libraries: list[Any] = []  # kept alive, because definitions end with their library

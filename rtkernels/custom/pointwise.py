@@ -18,7 +18,7 @@ from rtkernels.custom.expressions import PROMOTIONS, SCALARS, TENSORS, Expressio
 from rtkernels.custom.several import SeveralKernels, run_several, variant_of
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.build import sources
-from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.device import emulating
 from rtkernels.runtime.operator import registry
 from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
@@ -288,10 +288,8 @@ def _into(out: Any, args: Sequence[Any], forward: Forward, op: TorchOp, launcher
         if tensors[0].is_cuda:
             launcher(args, outs)
         else:
-            with emulator.lock:
-                emulate_features(features)
-                with emulator.recording():
-                    launcher(args, outs)
+            with emulating(features):
+                launcher(args, outs)
         for one in outs:
             if not one.is_inference():
                 torch.autograd.graph.increment_version(one)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from rtkernels.runtime.invariance import level
-from rtkernels.runtime.torch_private import TENSOR_TYPES
+from rtkernels.runtime.torch_private import TENSOR_TYPES, deterministic
 
 MISS = object()  # returned by a replay for a call that is not like the recorded one
 # Tests change each of these between two calls (``tests/contracts/test_depends.py``).
@@ -97,7 +97,7 @@ def call_key(values: Iterable[Any]) -> tuple[Any, ...] | None:
     kind = "cpu" if key[0] < 0 else "cuda"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key += [torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()]
-    key += [torch.are_deterministic_algorithms_enabled(), level()]
+    key += [deterministic(), level()]
     return tuple(key)
 
 

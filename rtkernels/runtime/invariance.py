@@ -53,7 +53,9 @@ def level() -> int:
     return state.default
 
 
-LEVEL_CODE = "(invariance_level() if invariance.highest else 0)"  # the level, in generated code with ``LEVEL_SCOPE``
+# In generated code with ``LEVEL_SCOPE``: the level, and whether it is above 0, which takes half the host time.
+LEVEL_CODE = "(invariance_level() if invariance.highest else 0)"
+IS_INVARIANT = "(invariance.highest and invariance_level())"
 LEVEL_SCOPE: dict[str, Any] = {"invariance": state, "invariance_level": level}
 
 
@@ -95,7 +97,7 @@ def leave(value: int, before: int | None) -> None:
 
 def starts_from_result() -> bool:
     """Return True if a sum over rows that is added to a result starts from it and adds blocks of 128 rows in order."""
-    return level() >= 3
+    return state.highest >= 3 and level() >= 3
 
 
 def refuse_weight_gradient(what: str) -> None:

@@ -9,67 +9,31 @@ dispatch mode), are all tensors of exactly these types, is a dispatch mode activ
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rtkernels.errors import ArgumentError
 
-try:
-    from torch._C import _len_torch_dispatch_stack as dispatch_modes
-except ImportError:  # pragma: no cover - a torch without this private name
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    def dispatch_modes() -> int:
-        return len(_get_current_dispatch_mode_stack())
-
-
-try:
-    from torch._C._functorch import peek_interpreter_stack as functorch_transform
-except ImportError:  # pragma: no cover
-
-    def functorch_transform() -> Any:
-        return None
-
-
-try:
-    from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
-except ImportError:  # pragma: no cover
-
-    def is_legacy_batched(t: Tensor) -> bool:
-        return False
-
-
-try:
-    from torch._C import _get_tracing_state as jit_tracing_state
-except ImportError:  # pragma: no cover
-
-    def jit_tracing_state() -> Any:
-        return None
-
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # pragma: no cover
-    TensorGuards = None
-
-try:
-    from torch.autograd import forward_ad
-
-    forward_ad._current_level  # noqa: B018
-except (ImportError, AttributeError):  # pragma: no cover
-
-    class forward_ad:
-        _current_level = -1
-
-
+_autograd, _functorch = getattr(torch._C, "_autograd", None), getattr(torch._C, "_functorch", None)
+dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: len(_get_current_dispatch_mode_stack()))
+functorch_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+is_legacy_batched = getattr(_functorch, "is_legacy_batchedtensor", lambda tensor: False)
+jit_tracing_state = getattr(torch._C, "_get_tracing_state", lambda: None)
+top_saved_tensors_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
+TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+forward_ad = torch.autograd.forward_ad  # ``_current_level`` is below 0 outside of forward-mode differentiation
+forward_ad = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 # Tells autograd that the tensors of a tuple were overwritten; torch's public function also takes a single tensor.
 increment_versions = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+# Torch's public function of Python calls it.
+deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -134,48 +98,3 @@ def refuse_lazy(name: str, tensor: Tensor) -> None:
 
 # In this context version counters do not change: the dispatcher runs kernels of in-place operators in it.
 below_versions = torch._C._AutoDispatchBelowADInplaceOrView
-
-
-class _NumberCall(threading.local):
-    call: Any = None  # a function with its arguments and keywords; afterwards its result
-
-
-_number_call = _NumberCall()
-
-
-def with_numbers_as_tensors(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a boxed kernel with Python numbers in place of tensors.
-
-    They become 0-d tensors that count as numbers in type promotion, as in ``x + 2``. Python code cannot create such
-    tensors, and torch converts numbers to them only while Python calls an operator of aten or prims. So the kernel is
-    called inside such an operator, which is defined here.
-    """
-    _number_call.call = function, args, kwargs
-    try:
-        _number_operator()()
-        return _number_call.call
-    finally:
-        _number_call.call = None
-
-
-def _number_operator() -> Callable[[], None]:
-    with _defining:  # a second definition is an error, and a cache alone would allow two threads to define it
-        return _defined_number_operator()
-
-
-@functools.cache
-def _defined_number_operator() -> Callable[[], None]:
-    library = torch.library.Library("prims", "FRAGMENT")
-    library.define("rtkernels_numbers() -> ()")
-
-    def run() -> None:
-        function, args, kwargs = _number_call.call
-        _number_call.call = function(*args, **kwargs)
-
-    library.impl("rtkernels_numbers", run, "CompositeExplicitAutograd")
-    _libraries.append(library)
-    return torch.ops.prims.rtkernels_numbers.default._op
-
-
-_defining = threading.Lock()
-_libraries: list[Any] = []  # kept alive, because definitions end with their library

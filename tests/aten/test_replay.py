@@ -13,6 +13,7 @@ from support.places import at
 import rtkernels
 from rtkernels.aten import replay, table
 from rtkernels.runtime.depends import MISS
+from rtkernels.runtime.launch.plans import Plans
 
 
 def x() -> torch.Tensor:
@@ -61,9 +62,9 @@ ONLY_ON_CUDA = {  # there, or values would have to be looked at
 
 @pytest.fixture(autouse=True)
 def _nothing_known():
-    replay.forget()
+    Plans.forget_all()
     yield
-    replay.forget()
+    Plans.forget_all()
 
 
 def replay_on_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +253,11 @@ def test_numbers_that_change_are_passed_to_launches(name: str) -> None:
     tensor = torch.tensor([[1.5, -2.0, 0.0, 3.0]] * 3)
     with taken("sm_80", name):
         got = [with_float(name, tensor, number) for number in FLOATS]
-        (made,) = known(name, "sm_80")
-        assert made is not None
+        (repeated,) = known(name, "sm_80")
+        assert repeated is not None
         fresh = []
         for number in FLOATS:
-            replay.forget()
+            Plans.forget_all()
             fresh.append(with_float(name, tensor, number))
     for number, a, b in zip(FLOATS, got, fresh, strict=True):
         assert bits(a).equal(bits(b)), number

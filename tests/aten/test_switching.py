@@ -14,11 +14,10 @@ import torch
 from support.overrides import taken
 
 import rtkernels
-from rtkernels.aten import table
+from rtkernels.aten import table, wrapped
 from rtkernels.aten.measured import DEFAULT
 from rtkernels.aten.table import NotHandled, Overload
 from rtkernels.errors import ArgumentError, NotWarmError
-from rtkernels.runtime import torch_private
 
 
 def _sin(self):
@@ -399,10 +398,10 @@ def test_first_numbers_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> No
         def impl(self, *args) -> None:
             pass
 
-    torch_private.with_numbers_as_tensors(torch.abs, (torch.ones(2),), {})  # torch has it from here on
-    torch_private._defined_number_operator.cache_clear()
+    wrapped.with_numbers_as_tensors(torch.abs, (torch.ones(2),), {})  # torch has it from here on
+    wrapped._defined_number_operator.cache_clear()
     monkeypatch.setattr(torch.library, "Library", SlowLibrary)
-    threads = [threading.Thread(target=torch_private._number_operator) for _ in range(8)]
+    threads = [threading.Thread(target=wrapped._number_operator) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

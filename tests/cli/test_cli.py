@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.interpreter import run_python
+from support.ops import op_named
 
 import rtkernels
 from rtkernels.__main__ import main
@@ -29,7 +30,7 @@ from rtkernels.runtime.targets import CI_TARGETS, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "column_sum"  # the op with the fewest variants
-COUNT = len(registry.get(SMALL).kernels[0].variants(parse("sm_80")))  # the same for every target
+COUNT = len(op_named(SMALL).kernels[0].variants(parse("sm_80")))  # the same for every target
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
@@ -175,7 +176,7 @@ def test_list_json_has_one_entry_per_variant(capsys):
 
 @pytest.mark.one_in(3)
 def test_tiers_select_kernels(capsys, monkeypatch):
-    monkeypatch.setattr(registry.get(SMALL).kernels[0], "tier", "serve")
+    monkeypatch.setattr(op_named(SMALL).kernels[0], "tier", "serve")
     code, out, _ = run(capsys, "list", "--arch", "sm_80,sm_90a")
     assert code == 0
     for op, kernel in _listed():
@@ -228,7 +229,7 @@ def test_warm_compiles_once_into_the_named_directory(capsys, tmp_path):
 
 
 def test_warm_of_every_variant_builds_the_rare_ones_too(capsys, monkeypatch):
-    (kernel,) = registry.get(SMALL).kernels
+    (kernel,) = op_named(SMALL).kernels
     first, *rare = kernel.variants(parse("sm_80"))
     monkeypatch.setattr(kernel, "_variants", [first])
     monkeypatch.setattr(kernel, "_rare", lambda target: rare)
@@ -276,7 +277,7 @@ def test_warm_uses_the_target_of_the_environment(monkeypatch):
 
 
 def test_warm_goes_on_after_a_failure_and_exits_with_1(capsys, monkeypatch):
-    broken = registry.get(SMALL).kernels[0].expression(("bf16",))
+    broken = op_named(SMALL).kernels[0].expression(("bf16",))
     compile_unit = nvrtc.compile_unit
 
     def failing(unit, expressions, *rest, **options):

@@ -19,6 +19,7 @@ from support.places import emulated
 
 from contracts.depends import planted
 from contracts.fuzz.planted import Defect, edited
+from rtkernels import _public
 from rtkernels.runtime import depends
 
 TESTS = Path(__file__).parents[1]
@@ -41,6 +42,12 @@ def _check(found: dict[str, Any]) -> None:
 def test_the_page_has_every_item() -> None:
     table = depends.__doc__.split("=\n")[2]
     assert tuple(re.findall(r"^(\w+(?: \w+)*)  ", table, re.M)) == depends.ITEMS
+
+
+def test_every_public_function_has_a_call() -> None:
+    from contracts.depends import calls
+
+    assert {name.partition("(")[0] for name in calls.public()} == {*_public.OPS} - calls.NO_CALLS
 
 
 @emulated

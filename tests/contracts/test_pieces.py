@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support import pieces
+from support.ops import op_named
 
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.operator import registry
 from rtkernels.runtime.operator.registry import Op
 
 SAMPLES = "tests/contracts/samples/reduce/row_dot.py"
 TESTS = "tests/ops/reduce/test_row_dot.py"
 ROWS = "bench/rows/reduce/row_dot.py"
-OP = registry.get("row_dot")
+OP = op_named("row_dot")
 FORWARD = OP.torch_ops[0]
 KERNEL = Kernel(
     "reduce/row_dot.cu", "f", template="T", args="x:ptr rows:i64 eps:f64", variants=[], max_registers=8,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import pieces
+from support.ops import op_named
 from support.places import emulated
 from support.recent import recent
 
@@ -101,7 +102,7 @@ def _emulate_samples(name: str) -> None:
 
 def test_unknown_op() -> None:
     with pytest.raises(ArgumentError, match="there is no op 'nonsense'; known: "):
-        registry.get("nonsense")
+        op_named("nonsense")
 
 
 def test_call_written_from_the_schema_takes_its_names() -> None:
@@ -112,7 +113,7 @@ def test_call_written_from_the_schema_takes_its_names() -> None:
 
 
 def test_an_operator_knows_that_the_dispatcher_called_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    op, seen = registry.get("topk").torch_ops[0], []
+    op, seen = op_named("topk").torch_ops[0], []
     monkeypatch.setattr(op, "launch", lambda *args: seen.append(memory.dispatched()))
     op._run_cuda()
     assert seen == [True]
@@ -123,7 +124,7 @@ def test_an_operator_knows_that_the_dispatcher_called_it(monkeypatch: pytest.Mon
 def test_a_call_like_the_one_before_runs_its_plan_again() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    op = registry.get("glu").torch_ops[0]
+    op = op_named("glu").torch_ops[0]
     x, up, weight = torch.randn(4, 16), torch.randn(4, 16), torch.rand(4)
     for given in ((x, None, None), (x, up, None), (x, None, weight[:4]), (x, up, weight)):
         args, like = (*given, "silu"), (*(None if t is None else t.clone() for t in given), "silu")

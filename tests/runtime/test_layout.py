@@ -76,22 +76,6 @@ def test_plans_build_once_and_stay_bounded() -> None:
     assert len(plans) <= 4096
 
 
-@pytest.mark.parametrize("more", ((), (0,)), ids=("metadata", "with alignment"))
-def test_plans_name_both_devices_of_a_call(more: tuple[int, ...]) -> None:
-    """Keys of operators hold (dtype, shape, strides, device, address modulo 16); others leave out the last."""
-
-    def meta(device: int) -> tuple[object, ...]:
-        return torch.float32, (2, 3), (3, 1), device, *more
-
-    plans = Plans(lambda *key: "a plan")
-    assert plans[meta(1), None, meta(1), "silu"] == "a plan"
-    with pytest.raises(ArgumentError, match="got tensors on cuda:0 and cuda:1; expected all on one device"):
-        plans[meta(1), None, meta(0), "silu"]
-    with pytest.raises(ArgumentError, match="got tensors on the CPU and cuda:1; expected all on one device"):
-        plans[meta(1), meta(-1)]
-    assert len(plans) == 1  # a refused call leaves no plan
-
-
 def test_expression_spells_template_arguments() -> None:
     kernel = Kernel("a/b.cu", "f", template="T W N FLAG ACT", args="x:ptr", variants=[], max_registers=1)
     wanted = "rtk::f<rtk::bf16, float, 8, true, rtk::Silu>"

@@ -17,5 +17,5 @@ def recent(op: Any, *args: Any, call: Callable[..., Any] | None = None) -> Any:
     """
     call = call or op.call
     scope = call.__globals__
-    exec(f"def _recent{inspect.signature(call)}:\n    global last_calls\n{op._replay_lines()}", scope)
+    exec(f"def _recent{inspect.signature(call)}:\n{op._short_cuts()[0]}", scope)
     return scope.pop("_recent")(*args)

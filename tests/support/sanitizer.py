@@ -203,6 +203,7 @@ def main(op: str) -> int:
 
     from rtkernels.runtime.launch.device import device_info
     from rtkernels.runtime.operator import registry
+    from support.ops import op_named
 
     for torch_op, args in samples_of(op, "cuda"):
         torch_op(*args)
@@ -213,7 +214,7 @@ def main(op: str) -> int:
     status = pytest.main([*files(op, names), *quiet, "-m", "gpu and not slow", "-k", selected])
     torch.cuda.synchronize()
     ended = {pytest.ExitCode.OK: "passed", pytest.ExitCode.NO_TESTS_COLLECTED: "passed (samples alone)"}
-    kernels = [k for k in registry.get(op).kernels if k.variants(device_info(0).target)]
+    kernels = [k for k in op_named(op).kernels if k.variants(device_info(0).target)]
     missed = [k.name for k in kernels if not k._functions]
     print(f"{END}{ended.get(status, 'failed')}; {len(kernels)} kernels, not reached: {', '.join(missed) or 'none'}")
     return 0

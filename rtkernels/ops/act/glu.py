@@ -16,10 +16,9 @@ from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import may_overlap, nothing
 from rtkernels.runtime.operator import autograd
-from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_outputs
 from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory
-from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import Way, shard
 

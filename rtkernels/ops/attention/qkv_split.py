@@ -18,10 +18,9 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
 from rtkernels.runtime.operator.arguments import check_integer, check_number
-from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_outputs
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
-from rtkernels.runtime.operator.recorded import refuse_outputs
 from rtkernels.runtime.operator.registry import Op
 
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh

@@ -185,8 +185,8 @@ def sparse_mla(
         q: bfloat16 or float16 [tokens, heads, width]; width up to 576, a multiple of 8.
         kv: [keys, width] in q's dtype. Or uint8 [keys, 656]: 512 e4m3 codes of a latent, four float32 scales, one for
             128 codes each, and 64 bfloat16 columns, for a width of 576.
-        indices: int32 [tokens, count]. Entries below 0 or from the number of keys on do not count. A key that is
-            listed twice counts twice.
+        indices: int32 [tokens, count]. Entries that are negative or not below the number of keys are ignored. A key
+            that is listed twice counts twice.
         scale: Factor of the scores. Default: ``1 / sqrt(width)``. Models usually need the scale of the expanded heads
             instead, ``1 / sqrt(192)`` for DeepSeek.
         value_width: Number of columns, from the first one of a latent, that are the value; up to 512.

@@ -15,7 +15,7 @@ from rtkernels.ops.loss.label_report import reported
 from rtkernels.runtime.checks import check_same
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.operator.declared import Operator, Primitive
-from rtkernels.runtime.operator.kinds import Argument, Dense, DenseFloat, InPlace, Meta, OwnRows, Rows
+from rtkernels.runtime.operator.kinds import Argument, Dense, DenseFloat, InPlace, InPlaceRows, Meta, Rows
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 
 
@@ -205,7 +205,7 @@ BACKWARD = Operator(
     plans_empty=True,
 )  # fmt: skip
 BACKWARD_IN_PLACE = Operator(
-    "cross_entropy_bwd_in_place", (DenseFloat("dloss", None), OwnRows("logits", None), *_SAVED),
+    "cross_entropy_bwd_in_place", (DenseFloat("dloss", None), InPlaceRows("logits", None), *_SAVED),
     options=f"{_OPTIONS}, int first, int vocabulary", results="", plan=partial(_plan_bwd, out="logits"),
     reference=_reference_bwd_in_place, check=_check_bwd, plans_empty=True,
 )  # fmt: skip
@@ -218,7 +218,7 @@ ONE_PASS = Operator(
     plan=_plan_grad, reference=_reference_grad, check=_check_fwd,
 )  # fmt: skip
 ONE_PASS_IN_PLACE = Operator(
-    "cross_entropy_grad_in_place", (OwnRows("logits", None), _LABELS),
+    "cross_entropy_grad_in_place", (InPlaceRows("logits", None), _LABELS),
     options=f"{_OPTIONS}, int reduction, bool accuracy", results="loss hits stats", outputs=_outputs,
     plan=partial(_plan_grad, out="logits"), reference=_reference_grad_in_place, check=_check_fwd,
 )  # fmt: skip

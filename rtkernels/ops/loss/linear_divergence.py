@@ -101,13 +101,14 @@ def linear_divergence(
             their sums.
         labels: ``[...]``, int32 or int64: rows whose label is `ignore_index` give 0 and have no gradient.
         ignore_index: See `labels`.
-        save: What is kept for gradients: ``"gradients"``, those of the student's logits in the dtype of its hidden
-            states, or if neither its weight nor its bias requires one, those of its hidden states in float32, so that
-            no logits are computed again; ``"stats"``, five numbers for each row, so that those of both heads are. None
-            (default) chooses the former for a frozen head, and else as long as it takes at most twice the memory of
-            the student's weight; the latter with float16, whose range is too small for it, a `group` or a level of
-            ``batch_invariant``. With the former, incoming gradients of rows that are not equal multiply the hidden
-            states, rounded to their dtype, before the weight's gradient is computed.
+        save: What the forward pass keeps for the backward pass. ``"gradients"``: the gradients of the student's logits
+            in the dtype of its hidden states or, for a frozen head (neither weight nor bias requires a gradient), those
+            of its hidden states in float32; no logits are computed again. ``"stats"``: five numbers per row; the logits
+            of both heads are computed again. None (default): ``"stats"`` with float16 (its range is too small for
+            gradients), with a `group` or `teacher_ids`, and at a level of ``batch_invariant``; otherwise
+            ``"gradients"`` for a frozen head and wherever it takes at most twice the memory of the student's weight.
+            With ``"gradients"``, unequal incoming gradients of rows are multiplied into the hidden states, rounded to
+            their dtype, before the weight's gradient is computed.
         chunk_bytes: Memory for the student's logits of a chunk; the teacher's take as much. Default: about 256 MiB.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             the weights and biases, the same ones of both, and all hidden states. Each gets the same result, the

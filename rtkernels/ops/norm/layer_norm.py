@@ -14,6 +14,7 @@ from rtkernels.ops.shared.block_sum import weight_gradient
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import starts_from_result
+from rtkernels.runtime.invariance import state as invariance
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
@@ -29,7 +30,9 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, eps, offset, overwrites):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
-        ctx.starts = start_of(weight, "layer_norm"), start_of(bias, "layer_norm")
+        ctx.starts = None
+        if invariance.highest:
+            ctx.starts = start_of(weight, "layer_norm"), start_of(bias, "layer_norm")
         if residual is None:
             ctx.save_for_backward(x, weight, bias)
             return _forward(x, weight, bias, eps, offset)
@@ -48,10 +51,11 @@ class _LayerNorm(torch.autograd.Function):
         want_weight, want_bias, want_residual = ctx.needs_input_grad[1:4]
         dweight = dbias = None
         if (want_weight or want_bias) and starts_from_result():
+            starts = ctx.starts or (None, None)
             if want_weight:
-                dweight = weight_gradient(ctx.starts[0], weight, dy, h, ctx.eps, centred=True)
+                dweight = weight_gradient(starts[0], weight, dy, h, ctx.eps, centred=True)
             if want_bias:
-                dbias = weight_gradient(ctx.starts[1], bias, dy)
+                dbias = weight_gradient(starts[1], bias, dy)
             want_weight = want_bias = False
         rest = weight, bias if want_bias else None, dsum, ctx.eps, ctx.offset, want_weight or want_bias
         if ctx.overwrites and not may_overlap(dy, h) and (dsum is None or not may_overlap(dsum, h)):

@@ -14,6 +14,7 @@ from rtkernels.ops.shared.block_sum import weight_gradient
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import starts_from_result
+from rtkernels.runtime.invariance import state as invariance
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator import autograd
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
@@ -29,7 +30,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x, weight, residual, eps, offset, overwrites):
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.offset, ctx.overwrites = eps, offset, overwrites
-        ctx.start = start_of(weight, "rms_norm")
+        ctx.start = start_of(weight, "rms_norm") if invariance.highest else None
         if residual is None:
             ctx.save_for_backward(x, weight)
             return _forward(x, weight, eps, offset)

@@ -12,7 +12,7 @@ from rtkernels.ops.reduce.softmax_plan import KERNELS, check, check_bwd, check_s
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable, refuse_leaf
-from rtkernels.runtime.operator.declared import Dense, Operator, OwnRows, Rows
+from rtkernels.runtime.operator.declared import Dense, InPlaceRows, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.operator.sharding import shard_rows
@@ -75,7 +75,7 @@ FORWARD = Operator(
     plan=plan_fwd, reference=_reference_fwd, check=check,
 )  # fmt: skip
 IN_PLACE = Operator(
-    "softmax_fwd_in_place", (OwnRows("x"), _LENGTHS), **_OPTIONS, results="", plan=partial(plan_fwd, to="x"),
+    "softmax_fwd_in_place", (InPlaceRows("x"), _LENGTHS), **_OPTIONS, results="", plan=partial(plan_fwd, to="x"),
     reference=_reference_in_place, check=check,
 )  # fmt: skip
 BACKWARD = Operator(

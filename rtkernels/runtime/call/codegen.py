@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from rtkernels.runtime.call.trace import Arguments, NotRepeatable, Trace, View
+from rtkernels.runtime.call.trace import Arguments, Trace, View
 from rtkernels.runtime.call.writer import Writer, words_of
-from rtkernels.runtime.depends import MISS as MISS
 from rtkernels.runtime.env import ENCODED, ENVIRON
-from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE, level
+from rtkernels.runtime.invariance import IS_INVARIANT, LEVEL_CODE, LEVEL_SCOPE, level
 from rtkernels.runtime.layout import sharing
-from rtkernels.runtime.torch_private import same_tensors
+from rtkernels.runtime.torch_private import deterministic, same_tensors
 
 _MAX_APART = 1000  # addresses of calls that are kept for a replay
-
-
-def replay_of(name: str, arguments: Arguments, trace: Trace, result: Any) -> Callable[..., Any] | None:
-    """Return a function that replays a recorded call, or returns MISS for other arguments; None if none can be written.
-
-    Args:
-        name: The public function's, for tracebacks.
-        arguments: Those of the recorded call.
-        trace: The recorded call.
-        result: What it returned.
-    """
-    return _written(_GuardedWriter, (name, arguments, trace), result)
-
-
-def unguarded_replay_of(
-    name: str, parameters: Sequence[str], trace: Trace, result: Any, *, promotes: bool
-) -> Callable[..., Any] | None:
-    """Return a function that replays a recorded call of an aten override, or returns MISS; None if none can be written.
-
-    Whoever calls it has found the call by its key (``depends.py``), so only addresses and numbers may differ.
-
-    Args:
-        name: The overload's, for tracebacks.
-        parameters: What it takes: tensors and numbers by name, and ``p_<name>`` for the addresses of all tensors.
-        trace: The recorded call.
-        result: What it returned.
-        promotes: The default dtype may have decided that of the result.
-    """
-    return _written(_UnguardedWriter, (name, parameters, trace, promotes), result)
-
-
-def _written(writer: Callable[..., Writer], given: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-    trace: Trace = given[2]
-    if trace.refused is not None:
-        return None
-    try:
-        return writer(*given).function(result)
-    except NotRepeatable as error:
-        return trace.refuse(str(error))
 
 
 def _sharing(writer: Writer) -> list[str]:
@@ -71,8 +31,14 @@ def _shares(writer: Writer, i: int, a: View, b: View) -> str:
     return f"({low - further} < {distance} < {high - further} and share_{i}({distance} + {further}))"
 
 
-class _GuardedWriter(Writer):
-    """Writes replays that compare all that a call depends on."""
+class GuardedWriter(Writer):
+    """Writes replays that compare all that a call depends on, and return MISS for others.
+
+    Args:
+        name: The public function's, for tracebacks.
+        arguments: Those of the recorded call.
+        trace: The recorded call.
+    """
 
     def __init__(self, name: str, arguments: Arguments, trace: Trace) -> None:
         super().__init__(name, arguments.names, trace)
@@ -99,11 +65,11 @@ class _GuardedWriter(Writer):
             same.append(f"autocast_dtype({kind!r}) is {self.constant(torch.get_autocast_dtype(kind))}")
         if any(record.function is not None for record in self.trace.records):
             self.scope["default_dtype"] = torch.get_default_dtype
-            self.scope["deterministic"] = torch.are_deterministic_algorithms_enabled
+            self.scope["deterministic"] = deterministic
             same.append(f"default_dtype() is {self.constant(torch.get_default_dtype())}")
             same.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
         self.scope |= LEVEL_SCOPE
-        same.append(f"{LEVEL_CODE} == {level()}")
+        same.append(f"{LEVEL_CODE} == {level()}" if level() else f"not {IS_INVARIANT}")
         if self.trace.debug:
             self.scope["environ"] = ENVIRON
             same.append(f"not environ.get({self.constant(ENCODED('RTKERNELS_DEBUG'))})")
@@ -136,10 +102,17 @@ class _GuardedWriter(Writer):
         return f"({name} is given_as_{name} or ({equal}))"
 
 
-class _UnguardedWriter(Writer):
-    """Writes replays that compare only what is not in a key: where tensors lie, and whether numbers fit."""
+class UnguardedWriter(Writer):
+    """Writes replays of aten overrides, found by key: they compare addresses, and return MISS if numbers do not fit.
 
-    def __init__(self, name: str, parameters: Sequence[str], trace: Trace, promotes: bool) -> None:
+    Args:
+        name: The overload's, for tracebacks.
+        parameters: What a replay takes: tensors and numbers by name, and ``p_<name>`` for the addresses of all tensors.
+        trace: The recorded call.
+        promotes: The default dtype may have decided that of the result.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[str], trace: Trace, *, promotes: bool) -> None:
         super().__init__(name, parameters, trace)
         self.promotes = promotes
 

@@ -15,6 +15,7 @@ import torch
 
 from rtkernels.runtime.call.trace import Record, Root, Trace, View
 from rtkernels.runtime.launch.memory import allocator, current_stream, is_capturing
+from rtkernels.runtime.layout import is_dense
 from rtkernels.runtime.operator.plan import layout_of
 
 _PACKED_BYTES = 8 << 20  # of scratch that is one allocation, though some of it could be freed earlier
@@ -110,7 +111,7 @@ def _is_same(a: View, b: View) -> bool:
         return False
     if a.shape == b.shape:
         return _alike(a, b)
-    return size(a) == size(b) and all(is_dense(v.shape, v.strides) for v in (a, b))
+    return size(a) == size(b) and all(is_dense((v.dtype, v.shape, v.strides)) for v in (a, b))
 
 
 def _is_aligned(trace: Trace, view: View) -> bool:
@@ -253,13 +254,3 @@ def span(t: View | Root) -> int:
 
 def _span_of(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
     return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * dtype.itemsize
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return True if elements follow each other in memory, in row-major order."""
-    step = 1
-    for count, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if count != 1 and stride != step:
-            return False
-        step *= count
-    return True

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rtkernels import interop
-from rtkernels.runtime.call.codegen import MISS
 from rtkernels.runtime.call.explained import explainer
 from rtkernels.runtime.call.out import with_out
 from rtkernels.runtime.call.recent import Recent, miss
+from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forward_ad, is_dynamo_compiling
 
@@ -67,7 +67,8 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
         is_array += f" and hasattr({first}, '__dlpack__')"
     elif annotation != "Tensor":
         is_array += f" and not isinstance({first}, {'(tuple, list)' if 'Sequence' in annotation else 'tuple'})"
-    # While autograd records a call, there is nothing to replay: it is not compared with other recent calls.
+    # While autograd records a call, there is nothing to replay: it is not compared with recent calls, and the next one
+    # not even with the last.
     required = [n for n, p in parameters.items() if p.default is p.empty and str(p.annotation).startswith("Tensor")]
     wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required[:2])
     replay = f"""\
@@ -78,6 +79,7 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
                     return _result
             if not ({wants_grad or "False"}) or not _is_grad_enabled():
                 return _find({names})
+            _last = _miss
 """
     call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
     if "out" in parameters and not own_out:
@@ -87,6 +89,7 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
     first_lines = (replay if recent else "") + indent(body, " " * 8)
     source = f"""
 def {function.__name__}({", ".join(listed)}):
+    global _last
     try:
 {first_lines}
     except Exception as _error:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rtkernels import emulator
-from rtkernels.runtime.call.codegen import MISS, replay_of
+from rtkernels.runtime.call.codegen import GuardedWriter
 from rtkernels.runtime.call.trace import Arguments, DispatchTrace
-from rtkernels.runtime.depends import call_key
+from rtkernels.runtime.depends import MISS, call_key
 from rtkernels.runtime.launch.device import emulate_features
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import functorch_transform, jit_tracing_state
@@ -156,7 +156,7 @@ class Recent(Calls):
         trace = DispatchTrace(arguments.tensors, over=self._over)
         with trace:
             result = self._scope["_call"](*values)
-        known.replay = replay_of(self.name, arguments, trace, result)
+        known.replay = GuardedWriter(self.name, arguments, trace).replay(result)
         if known.replay is None:
             known.attempts, known.why_not = ATTEMPTS, trace.refused
         return result

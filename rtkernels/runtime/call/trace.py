@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from rtkernels import emulator
 from rtkernels.runtime import env, layout
-from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.device import emulating
 from rtkernels.runtime.operator.declaration import Declared, active_traces
 from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
@@ -342,10 +342,8 @@ class DispatchTrace(Trace, TorchDispatchMode):
         features = emulator.active() if args[operator._places[0]].get_device() < 0 else None
         if features is None:
             return launch()
-        with emulator.lock:
-            emulate_features(features)
-            with emulator.recording():
-                return launch()
+        with emulating(features):
+            return launch()
 
     def _record_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if any(tag in func.tags for tag in _UNKNOWN_RESULTS):

@@ -14,6 +14,7 @@ from rtkernels.runtime.call import memory as memory_of
 from rtkernels.runtime.call.trace import NotRepeatable, Number, Record, Root, Trace, View
 from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.launch.memory import allocator, fresh_zeros
+from rtkernels.runtime.layout import is_dense
 from rtkernels.runtime.operator.plan import Memory, StepPlan, fill_call, layout_of
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import increment_versions
@@ -46,8 +47,16 @@ class Writer(ABC):
         self.scope[f"c_{self.constants}"] = value
         return f"c_{self.constants}"
 
-    def function(self, result: Any) -> Callable[..., Any]:
-        """Return the written function."""
+    def replay(self, result: Any) -> Callable[..., Any] | None:
+        """Return the function that repeats the call, which returned `result`; None, if the trace says why not."""
+        if self.trace.refused is not None:
+            return None
+        try:
+            return self._function(result)
+        except NotRepeatable as error:
+            return self.trace.refuse(str(error))
+
+    def _function(self, result: Any) -> Callable[..., Any]:
         returned: list[View] = []
         expression = self.returned(result, returned)
         self.given_memory = memory_of.write_in_place(self.trace, returned)
@@ -128,7 +137,7 @@ class Writer(ABC):
     ) -> None:
         """Inline the ``run`` of a plan, without memory that nobody needs."""
         known = dict(zip(plan.arguments, given, strict=True))
-        by_name, at = dict(zip(plan.results, results, strict=True)), len(self.body)
+        by_name = dict(zip(plan.results, results, strict=True))
         for name, memory in plan.memory().items():
             root = by_name.get(name)
             where = (i, name) if root is None else id(root)
@@ -148,9 +157,7 @@ class Writer(ABC):
             elif id(root) in seen:  # empty, and the same in all calls
                 self.scope[f"e_{variable}"] = self.scope["allocate"](*layout_of(memory))
                 self.body.append(f"{variable} = e_{variable}")
-        before, launches = plan.launch_lines(f"{i}_", known, self.scope)
-        self.body[at:at] = before
-        self.body += launches
+        self.body += plan.launch_lines(f"{i}_", known, self.scope)
 
     def allocate(self, name: str, memory: Memory) -> None:
         """Write an allocation."""
@@ -188,10 +195,10 @@ class Writer(ABC):
         if (view.first, view.dtype, view.shape, view.strides) == (0, root.dtype, root.shape[::-1], root.strides[::-1]):
             if len(root.shape) == 2:
                 return f"{name}.t()"
-        dense = memory_of.is_dense(root.shape, root.strides)
+        dense = is_dense((root.dtype, root.shape, root.strides))
         same_size = not view.first and memory_of.size(view) == memory_of.size(root)
         retyped = "" if view.dtype == root.dtype else f".view({self.constant(view.dtype)})"
-        if same_size and dense and memory_of.is_dense(view.shape, view.strides):
+        if same_size and dense and is_dense((view.dtype, view.shape, view.strides)):
             if retyped and view.dtype.itemsize != root.dtype.itemsize:
                 retyped = f".view(-1){retyped}"
             return f"{name}{retyped}.view({self.constant(view.shape)})"

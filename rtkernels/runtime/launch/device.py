@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -36,6 +38,17 @@ def emulate_features(number: int) -> None:
     if number != _emulated_number:
         _emulated_number = number
         Plans.forget_all()
+
+
+@contextmanager
+def emulating(features: int) -> Iterator[None]:
+    """Launch on device -1, an emulated GPU with the features of sm_<number>. One thread at a time."""
+    from rtkernels import emulator
+
+    with emulator.lock:
+        emulate_features(features)
+        with emulator.recording():
+            yield
 
 
 def emulated_features() -> int:

@@ -8,7 +8,6 @@ or the packing of a launch raise. Functions that compare or compute with an opti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -44,7 +43,8 @@ class ArgumentTypes:
         """Raise an ArgumentError that names the first argument of a wrong type."""
         for (name, kind), value in zip(self._arguments, args, strict=True):
             if kind == "List[Tensor]":
-                _check_list(name, value)
+                for i, tensor in enumerate(value):
+                    check_kind(f"{name}[{i}]", "Tensor", tensor)
             elif kind in _ACCEPTED:
                 check_kind(name, kind, value)
                 if kind == "int" and isinstance(value, int) and value not in _INT64:
@@ -75,20 +75,21 @@ def check_kind(name: str, kind: str, value: Any) -> None:
     """Raise an ArgumentError if an argument is not of its type in a schema, of those that are checked here."""
     accepted, wanted = _ACCEPTED.get(kind, (object, ""))
     if not isinstance(value, accepted):
-        raise ArgumentError(_message(name, value, wanted))
+        came = repr(value) if value is None or isinstance(value, (str, complex)) else f"a {type(value).__name__}"
+        raise ArgumentError(f"{name} is {came}; expected {wanted}")
 
 
 def check_number(name: str, value: Any) -> Any:
     """Return an option unchanged; raise an ArgumentError that names it if it is not a number."""
-    if type(value) is not float and not isinstance(value, _ACCEPTED["float"][0]):
-        raise ArgumentError(_message(name, value, "a number"))
+    if type(value) is not float:
+        check_kind(name, "float", value)
     return value
 
 
 def check_integer(name: str, value: Any) -> Any:
     """Return an option unchanged; raise an ArgumentError that names it if it is not an integer."""
-    if type(value) is not int and not isinstance(value, _ACCEPTED["int"][0]):
-        raise ArgumentError(_message(name, value, "an integer"))
+    if type(value) is not int:
+        check_kind(name, "int", value)
     return value
 
 
@@ -96,14 +97,3 @@ def check_boolean(name: str, value: Any) -> None:
     """Raise an ArgumentError for an integer that is neither 0 nor 1, because kernels would not treat it as True."""
     if type(value) is not bool and isinstance(value, Integral) and value not in (0, 1):
         raise ArgumentError(f"{name} is {value}; expected True or False")
-
-
-def _check_list(name: str, tensors: Sequence[Any]) -> None:
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(_message(f"{name}[{i}]", tensor, "a torch.Tensor"))
-
-
-def _message(name: str, value: Any, wanted: str) -> str:
-    came = repr(value) if value is None or isinstance(value, (str, complex)) else f"a {type(value).__name__}"
-    return f"{name} is {came}; expected {wanted}"

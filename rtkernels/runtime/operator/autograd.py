@@ -14,14 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import invariance
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.torch_private import forward_ad, functorch_transform, is_dynamo_compiling, is_legacy_batched
-
-try:
-    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
-except ImportError:  # pragma: no cover
-
-    def top_saved_tensors_hooks(ignore_is_tracing: bool) -> Any:
-        return None
+from rtkernels.runtime.torch_private import (
+    forward_ad,
+    functorch_transform,
+    is_dynamo_compiling,
+    is_legacy_batched,
+    top_saved_tensors_hooks,
+)
 
 
 class _Dispatching(TorchDispatchMode):
@@ -47,6 +46,16 @@ def refuse_gradients(op: str, tensors: Iterable[Tensor]) -> None:
         return
     if refused:
         raise ArgumentError(f"{op} is not differentiable, and a tensor requires grad; call it under torch.no_grad()")
+
+
+def refuse_outputs(**outputs: Tensor | None) -> None:
+    """Raise an ArgumentError that names a given output, for calls that need gradients."""
+    for name, t in outputs.items():
+        if t is not None:
+            raise ArgumentError(
+                f"{name} is given but a tensor needs gradients; expected torch.no_grad() around the call, detached "
+                f"tensors, or no {name}"
+            )
 
 
 def refuse_leaf(name: str, x: Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rtkernels.runtime.operator.kinds import Meta
@@ -28,7 +29,7 @@ def by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
     found: dict[str, Callable[[Sequence[Any]], Any]] = {}
     for parameter in parameters:
         if parameter.name in places:
-            found[parameter.name] = _value(places[parameter.name])
+            found[parameter.name] = itemgetter(places[parameter.name])
         elif record := _record_of(function, parameter):
             found[parameter.name] = _record(record, places, function)
         elif parameter.default is parameter.empty:
@@ -41,10 +42,6 @@ def _called(function: Callable[..., Any]) -> str:
         function = function.func
     code = getattr(function, "__code__", None)
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})" if code else repr(function)
-
-
-def _value(place: int) -> Callable[[Sequence[Any]], Any]:
-    return lambda values: values[place]
 
 
 def _record_of(function: Callable[..., Any], parameter: inspect.Parameter) -> type[Any] | None:

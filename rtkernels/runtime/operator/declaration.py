@@ -21,12 +21,13 @@ from rtkernels.runtime.layout import check_same, overlaps_itself
 from rtkernels.runtime.operator.aliasing import guards_of, refuse_shared
 from rtkernels.runtime.operator.arguments import check_boolean
 from rtkernels.runtime.operator.by_name import by_name
-from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised
+from rtkernels.runtime.operator.kinds import Argument, Meta, is_vectorised, meta_of
 from rtkernels.runtime.operator.lists import Lists, Number, Tensors
-from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Plan, StepPlan, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, StepPlan, Steps
 from rtkernels.runtime.operator.written import generated
-from rtkernels.runtime.torch_private import without_autocast
+from rtkernels.runtime.torch_private import increment_versions, without_autocast
 
+Planned = StepPlan | Steps | None  # ``Steps`` where plain torch or other operators compute; None: copies come first
 active_traces: list[Any] = []  # ``trace.Trace`` of all threads
 
 
@@ -89,8 +90,10 @@ class Declared:
         self._option_types = {n: a.split()[0] for n, a in zip(self.names, declared, strict=True) if isinstance(a, str)}
         self.option_names = tuple(self._option_types)
         self.results = None if results is None else tuple(results.split())
+        self._shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         self._numbers = tuple(numbers.split())
         self._written = [argument.name for argument in self.arguments if argument.written]
+        self._counted = [f"{x} is None or {x}.is_inference() or increment_versions(({x},))" for x in self._written]
         known = [name for name in (self.names if tables is None else self.option_names) if name not in self._numbers]
         self._make_steps = by_name(plan, [*known, "device"] if tables is None else ["table", *known])
         self._outputs, self._check_all = (function and by_name(function, self.names) for function in (outputs, check))
@@ -98,20 +101,16 @@ class Declared:
         self._check_numbers, self._prepare, self._plans_empty = check_numbers, prepare, plans_empty
         self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
         self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
-        self._places = self._tensors = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
+        self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
-        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {self._returned()}"
+        several = f"({', '.join(['Tensor'] * len(self.results or ()))})"
+        returned = {"list": "Tensor[]", "single": "Tensor", "tuple": several}[self._shape]
+        self.schema = f"{name}({', '.join(_schema_types(declared))}) -> {returned}"
         self._plans, self.lists = Plans(self._build), None
         if tables is not None:
             self.lists = Lists(name, self.names, arguments, self._numbers, derived, tables, self._build_listed)
         self._generated = self._generate()
         self._find, self.launch = self._generated.get("find"), self._generated["launch"]
-
-    def _returned(self) -> str:
-        if self.results is None:
-            return "Tensor[]"
-        returned = ", ".join(["Tensor"] * len(self.results))
-        return returned if len(self.results) == 1 else f"({returned})"
 
     # What a plan depends on: everything except addresses and numbers.
 
@@ -140,8 +139,7 @@ class Declared:
         checks = f"check_numbers({', '.join(self._numbers)})\n    " if self._check_numbers else ""
         prepare = f"{names} = prepare({names})\n    " if self._prepare else ""
         given = [self._address(name, kind) for name, kind in zip(self.names, self._kinds, strict=True) if kind]
-        counting = "{0} is None or {0}.is_inference() or increment_version({0})\n        "
-        counted = "".join(map(counting.format, self._written)) if self.counts_versions else ""
+        counted = "".join(f"{line}\n        " for line in self._counted) if self.counts_versions else ""
         source = f"""
 def find({names}):
     {checks}return {self._key()}
@@ -160,7 +158,7 @@ def launch({names}):
             "check_numbers": self._check_numbers,
             "prepare": self._prepare,
             "StepPlan": StepPlan,
-            "increment_version": torch.autograd.graph.increment_version,
+            "increment_versions": increment_versions,
             "launch_prepared": self._launch_prepared,
             "active_traces": active_traces,
             "own_trace": own_trace,
@@ -175,10 +173,7 @@ def launch({names}):
 
     def values(self, *args: Any) -> tuple[Any, ...]:
         """Return the arguments with a Meta for each tensor, as if its address were a multiple of 16."""
-        return tuple(
-            a if kind is None or a is None else Meta(a.dtype, a.shape, a.stride(), a.get_device(), 0)
-            for kind, a in zip(self._kinds, args, strict=True)
-        )
+        return tuple(a if kind is None else meta_of(a) for kind, a in zip(self._kinds, args, strict=True))
 
     def check(self, *values: Any) -> None:
         """Raise an ArgumentError for metas and options that are unsupported or do not go together."""
@@ -207,7 +202,7 @@ def launch({names}):
             return self._outputs(*values)
         return dict(zip(self.results, self._outputs(*values), strict=True)) if self.results else {}
 
-    def _build(self, *key: Any) -> Plan | None:
+    def _build(self, *key: Any) -> Planned:
         keys = iter(key)
         values = []
         for name, kind in zip(self.names, self._kinds, strict=True):
@@ -234,18 +229,16 @@ def launch({names}):
         names = [argument.name for argument in self.arguments]
         given = dict(zip(self.names, values, strict=True))
         absent = [name for name in names if given[name] is None]
-        shape = "list" if self.results is None else "single" if len(self.results) == 1 else "tuple"
         guards = guards_of(self.arguments, given)
-        return StepPlan(self.name, names, self._numbers, outputs, shape, steps, device, absent, guards)
+        return StepPlan(self.name, names, self._numbers, outputs, self._shape, steps, device, absent, guards)
 
     def _build_listed(self, table: Any, args: tuple[Any, ...]) -> StepPlan:
         """Return the plan of a call over lists, which their table keeps."""
         self.lists.refuse_shared(args)
         given = dict(zip(self.names, args, strict=True))
         steps = self._make_steps(table, *(given[name] for name in self.option_names if name not in self._numbers))
-        shape = "single" if len(self.results) == 1 else "tuple"
         names, numbers = self.lists.addresses, self.lists.run_names
-        return StepPlan(self.name, names, numbers, self._memory(args), shape, steps, table.device)
+        return StepPlan(self.name, names, numbers, self._memory(args), self._shape, steps, table.device)
 
     def _copy_unfit(self, *args: Any) -> tuple[Any, ...]:
         copied = list(args)
@@ -266,7 +259,7 @@ def launch({names}):
 
     # Running a call.
 
-    def _planned(self, args: tuple[Any, ...], plan: Plan | None = None) -> tuple[Plan, tuple[Any, ...]]:
+    def _planned(self, args: tuple[Any, ...], plan: Planned = None) -> tuple[Planned, tuple[Any, ...]]:
         if self._written:
             self._refuse_shared(args)
         plan = plan or self._find(*args)
@@ -292,13 +285,10 @@ def launch({names}):
                 others = [(k.name, t) for j, (k, t) in enumerate(given) if j > i or (j < i and not k.written)]
                 refuse_shared(kind.name, tensor, others, kind.over)
 
-    def _launch_planned(self, *args: Any) -> Any:
-        return self._launch_prepared(args if self._prepare is None else self._prepare(*args))
-
-    def _launch_prepared(self, args: tuple[Any, ...], plan: Plan | None = None) -> Any:
+    def _launch_prepared(self, args: tuple[Any, ...], plan: Planned = None) -> Any:
         return self._run_planned(*self._planned(args, plan), args)
 
-    def _run_planned(self, plan: Plan | Steps, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    def _run_planned(self, plan: Planned, used: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
         if type(plan) is Steps:
             with without_autocast("cuda" if used[self._places[0]].is_cuda else "cpu"):
                 results = self._written_reference(*used) if plan is IN_TORCH else plan.instead(*used)

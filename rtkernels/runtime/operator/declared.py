@@ -16,57 +16,30 @@ from rtkernels import emulator
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.depends import option_code
 from rtkernels.runtime.invariance import LEVEL_CODE, LEVEL_SCOPE
-from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.device import emulating
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.arguments import check_kind
-from rtkernels.runtime.operator.declaration import Declared
-from rtkernels.runtime.operator.kinds import (
-    Aligned,
-    Argument,
-    Dense,
-    DenseFloat,
-    Exact,
-    InPlace,
-    InPlaceAligned,
-    InPlaceDense,
-    InPlaceExact,
-    InPlaceRows,
-    InPlaceVectors,
-    Meta,
-    OwnRows,
-    Rows,
-    UnitStride,
-    dense_as,
-    misaligned,
-)
-from rtkernels.runtime.operator.lists import Number, Tensors
+from rtkernels.runtime.operator.declaration import Declared, Planned
+from rtkernels.runtime.operator.kinds import Aligned as Aligned
+from rtkernels.runtime.operator.kinds import Argument as Argument
+from rtkernels.runtime.operator.kinds import Dense as Dense
+from rtkernels.runtime.operator.kinds import DenseFloat as DenseFloat
+from rtkernels.runtime.operator.kinds import Exact as Exact
+from rtkernels.runtime.operator.kinds import InPlace as InPlace
+from rtkernels.runtime.operator.kinds import InPlaceAligned as InPlaceAligned
+from rtkernels.runtime.operator.kinds import InPlaceExact as InPlaceExact
+from rtkernels.runtime.operator.kinds import InPlaceRows as InPlaceRows
+from rtkernels.runtime.operator.kinds import InPlaceVectors as InPlaceVectors
+from rtkernels.runtime.operator.kinds import Meta as Meta
+from rtkernels.runtime.operator.kinds import Rows as Rows
+from rtkernels.runtime.operator.kinds import UnitStride as UnitStride
+from rtkernels.runtime.operator.kinds import dense_as as dense_as
+from rtkernels.runtime.operator.kinds import misaligned as misaligned
+from rtkernels.runtime.operator.lists import Number as Number
+from rtkernels.runtime.operator.lists import Tensors as Tensors
 from rtkernels.runtime.operator.operator import TorchOp
-from rtkernels.runtime.operator.plan import Plan, StepPlan, Steps
-from rtkernels.runtime.torch_private import same_tensors
-
-__all__ = [
-    "Aligned",
-    "Argument",
-    "Dense",
-    "DenseFloat",
-    "Exact",
-    "InPlace",
-    "InPlaceAligned",
-    "InPlaceDense",
-    "InPlaceExact",
-    "InPlaceRows",
-    "InPlaceVectors",
-    "Meta",
-    "Number",
-    "Operator",
-    "OwnRows",
-    "Primitive",
-    "Rows",
-    "Tensors",
-    "UnitStride",
-    "dense_as",
-    "misaligned",
-]
+from rtkernels.runtime.operator.plan import Steps
+from rtkernels.runtime.torch_private import increment_versions, same_tensors
 
 _FIRST_TRIED = 4  # recent calls that are compared before a look-up, because layers of different shapes alternate
 
@@ -116,13 +89,47 @@ class Operator(Declared, TorchOp):
         if not self._compared:
             return "", "", {}
         scope: dict[str, Any] = {
-            "last_calls": (), "last_with": last_with, "StepPlan": StepPlan, "plans": self._plans,
-            "check_numbers": self._check_numbers, "increment_version": torch.autograd.graph.increment_version,
-            **LEVEL_SCOPE,
+            "last_calls": (), "last_with": last_with, "plans": self._plans, "check_numbers": self._check_numbers,
+            "increment_versions": increment_versions, **LEVEL_SCOPE,
         }  # fmt: skip
+        tensors = ", ".join(argument.name for argument in self.arguments)
+        addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
         options = "".join(f"{self._option(name)}, " for name in self.option_names) + LEVEL_CODE + ","
-        functions = f"{self._launch_lines()}\ndef options_of({names}):\n    return ({options})\n"
-        return self._replay_lines(), functions, scope
+        assign = "".join(f"                {pointer} = {address}\n" for pointer, address in addresses.items())
+        run = f"return run({', '.join([*addresses, *self._numbers])})"
+        if self._counted:
+            run = f"returned = {run.removeprefix('return ')}; {'; '.join(self._counted)}; return returned"
+        replay = f"""\
+    global last_calls
+    if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
+        calls = last_calls
+        for one in calls:
+            matches, run, options = one
+            if matches({tensors}) and options == ({options}):
+{assign}\
+                if not ({" | ".join(addresses)}) & 15:
+                    if one is not calls[0] and calls is last_calls:
+                        last_calls = last_with(calls, *one)
+                    {run}
+"""
+        count = "".join(f"    {line}\n" for line in self._counted)
+        checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
+        # ``matches`` is known of plans for aligned tensors that are not converted: their key says so.
+        functions = f"""
+def launch({names}):
+    global last_calls
+{checks}    plan = {self._key()}
+    matches = getattr(plan, "matches", None)
+    if matches is None or not matches({tensors}):
+        return launch_slowly(plan, {names})
+    last_calls = last_with(last_calls, matches, plan.run, options_of({names}))
+    returned = plan.run({", ".join([*addresses.values(), *self._numbers])})
+{count}    return returned
+
+def options_of({names}):
+    return ({options})
+"""
+        return replay, functions, scope
 
     def _make_call(self) -> Callable[..., Any]:
         call = super()._make_call()
@@ -136,88 +143,22 @@ class Operator(Declared, TorchOp):
         """Return the expression of an option in comparisons with recent calls; plans do not depend on numbers."""
         return name if name in self._numbers else option_code(name, self._option_types[name])
 
-    def _replay_lines(self) -> str:
-        """Return the lines of ``call`` that run the plan of a matching recent call."""
-        options = [self._option(name) for name in self.option_names]
-        addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
-        run = f"return run({', '.join([*addresses, *self._numbers])})"
-        if self._written:
-            counted = "; ".join(
-                f"{name} is None or {name}.is_inference() or increment_version({name})" for name in self._written
-            )
-            run = f"returned = {run.removeprefix('return ')}; {counted}; return returned"
-        assign = "".join(f"                {pointer} = {address}\n" for pointer, address in addresses.items())
-        same = f" and options == ({', '.join([*options, LEVEL_CODE])},)"
-        return f"""\
-    global last_calls
-    if not is_dynamo_compiling() and forward_ad._current_level < 0 and not dispatch_modes():
-        calls = last_calls
-        for one in calls:
-            matches, run, options = one
-            if matches({", ".join(a.name for a in self.arguments)}){same}:
-{assign}\
-                if not ({" | ".join(addresses)}) & 15:
-                    if one is not calls[0] and calls is last_calls:
-                        last_calls = last_with(calls, *one)
-                    {run}
-"""
-
-    def _launch_lines(self) -> str:
-        """Return ``launch`` for calls that match none of the last ones: it looks up their plans and keeps them."""
-        names = ", ".join(self.names)
-        addresses = {f"pointer_{a.name}": self._address(a.name, a) for a in self.arguments}
-        assign = "".join(f"    {pointer} = {address}\n" for pointer, address in addresses.items())
-        counting = "    {0} is None or {0}.is_inference() or increment_version({0})\n"
-        counted = "".join(map(counting.format, self._written))
-        checks = f"    check_numbers({', '.join(self._numbers)})\n" if self._check_numbers else ""
-        return f"""
-def launch({names}):
-    global last_calls
-{checks}    plan = {self._key()}
-    matches = plan.matches if type(plan) is StepPlan and not plan.converted else None
-    if matches is None or not matches({", ".join(a.name for a in self.arguments)}):
-        return launch_slowly(plan, {names})
-{assign}\
-    if ({" | ".join(addresses)}) & 15:
-        return launch_slowly(plan, {names})
-    last_calls = last_with(last_calls, matches, plan.run, options_of({names}))
-    returned = plan.run({", ".join([*addresses, *self._numbers])})
-{counted}    return returned
-"""
-
-    def _launch_slowly(self, scope: dict[str, Any], plan: Plan | None, args: tuple[Any, ...]) -> Any:
+    def _launch_slowly(self, scope: dict[str, Any], plan: Planned, args: tuple[Any, ...]) -> Any:
         """Run a plan, and keep it in front of the recent calls if its tensors can be compared in C++."""
         plan, used = self._planned(args, plan)
-        if type(plan) is Steps:  # nothing to replay
-            return self._launch_resolved(args) if self._lazy(args) else self._run_planned(plan, used, args)
-        addresses = self._addresses(used)
-        if used is args and not any(address & 15 for address in addresses):
-            given = [args[i] for i in self._tensors]
+        given = [args[i] for i in self._places]
+        if any(t is not None and (t.is_neg() or t.is_conj()) for t in given):  # lazy, as ``z.conj().imag`` is
+            if self._written:
+                self._check_types(*args)
+            resolved = (a.resolve_neg().resolve_conj() if isinstance(a, torch.Tensor) else a for a in args)
+            return self._launch_prepared(tuple(resolved))
+        if type(plan) is not Steps and used is args and not any(address & 15 for address in self._addresses(args)):
             if plan.matches is None or not plan.matches(*given):  # or created in inference mode
-                if self._lazy(args):
-                    return self._launch_resolved(args)
                 plan.matches = same_tensors(given)
             options = scope["options_of"](*args)
             # A single assignment, so that other threads see all of it or nothing.
             scope["last_calls"] = last_with(scope["last_calls"], plan.matches, plan.run, options)
-        elif self._lazy(args):
-            return self._launch_resolved(args)
-        if used is not args and self._written:
-            return self._run_planned(plan, used, args)  # writes copies back
-        results = plan.run(*addresses, *[args[i] for i in self._number_places])
-        self._count_versions(args)
-        return results
-
-    def _lazy(self, args: tuple[Any, ...]) -> bool:
-        """Return True if a tensor is a lazy negative (``z.conj().imag``) or a lazy conjugate."""
-        return any(args[i] is not None and (args[i].is_neg() or args[i].is_conj()) for i in self._tensors)
-
-    def _launch_resolved(self, args: tuple[Any, ...]) -> Any:
-        if self._written:
-            self._check_types(*args)
-        return self._launch_planned(
-            *(a.resolve_neg().resolve_conj() if isinstance(a, torch.Tensor) else a for a in args)
-        )
+        return self._run_planned(plan, used, args)
 
 
 class Primitive:
@@ -271,7 +212,5 @@ class Primitive:
         features = emulator.active()
         if features is None:
             raise ArgumentError(f"{self.name}: tensors are on {first.device}; expected a CUDA device, or the emulator")
-        with emulator.lock:
-            emulate_features(features)
-            with emulator.recording():
-                return self._declared.launch(*args)
+        with emulating(features):
+            return self._declared.launch(*args)

@@ -110,7 +110,7 @@ class Argument:
 
     def copied(self, t: Tensor) -> Tensor:
         """Return a copy that fits."""
-        return t.contiguous()
+        return t.clone(memory_format=torch.contiguous_format)
 
     def check(self, given: dict[str, Any]) -> None:
         """Raise an ArgumentError for a wrong dtype or shape. `given`: metas and options by name."""
@@ -154,9 +154,6 @@ class Aligned(Dense):
     def fits(self, meta: Meta) -> bool:
         return is_dense(meta) and meta.misaligned == 0
 
-    def copied(self, t: Tensor) -> Tensor:
-        return t.clone(memory_format=torch.contiguous_format)
-
 
 class DenseFloat(Dense):
     """A contiguous float32 argument; others are converted."""
@@ -190,28 +187,11 @@ class InPlaceRows(Rows):
     written = True
 
 
-class OwnRows(InPlaceRows):
-    """Like ``InPlaceRows``, but rows must not overlap."""
-
-    def check(self, given: dict[str, Any]) -> None:
-        super().check(given)
-        meta = given[self.name]
-        stride = meta.row_stride if meta.rows > 1 else None
-        if stride is not None and abs(stride) < meta.shape[-1]:
-            raise ArgumentError(f"{self.name} has overlapping rows; in_place needs memory of its own for every element")
-
-
-class InPlaceDense(Aligned):
+class InPlaceAligned(Aligned):
     """An argument that is overwritten; through a copy unless it is contiguous and its address is a multiple of 16.
 
     So the kernel, and with it every bit of the result, is the same as for a call that allocates its result.
     """
-
-    written = True
-
-
-class InPlaceAligned(Aligned):
-    """An argument that is overwritten; through a copy unless it is contiguous and its address is a multiple of 16."""
 
     written = True
 
@@ -227,6 +207,3 @@ class InPlaceVectors(InPlaceExact):
 
     def fits(self, meta: Meta) -> bool:
         return meta.misaligned == 0
-
-    def copied(self, t: Tensor) -> Tensor:
-        return t.clone(memory_format=torch.contiguous_format)

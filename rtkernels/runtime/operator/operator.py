@@ -11,7 +11,7 @@ import torch
 from rtkernels import emulator
 from rtkernels.errors import KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
 from rtkernels.runtime import env
-from rtkernels.runtime.launch.device import emulate_features
+from rtkernels.runtime.launch.device import emulating
 from rtkernels.runtime.launch.memory import call_state
 from rtkernels.runtime.launch.tables import TensorList
 from rtkernels.runtime.operator.arguments import ArgumentTypes
@@ -64,8 +64,6 @@ class TorchOp:
         torch.library.register_fake(f"rtkernels::{self.name}", fake, lib=_LIBRARY)
         self.overload = getattr(torch.ops.rtkernels, self.name).default
         self.by_overload[self.overload] = self
-        arguments = self.overload._schema.arguments
-        self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
         self._check_types = ArgumentTypes(self.overload._schema).check
         self.call = self._make_call()
 
@@ -91,6 +89,7 @@ class TorchOp:
             elif str(argument.type) == "List[Tensor]":  # one C loop over the list, none over a TensorList
                 name = argument.name
                 plain.append(f"(type({name}) is TensorList or TENSOR_TYPES.issuperset(map(type, {name})))")
+        given = ", ".join("*" * ("List" in str(a.type)) + a.name for a in arguments if "Tensor" in str(a.type))
         first, empty = arguments[0].name, ""
         if str(arguments[0].type) == "List[Tensor]":
             # Without a tensor there is no device by which the dispatcher could choose.
@@ -103,7 +102,8 @@ class TorchOp:
         source = f"""
 def call({names}):
 {first_lines}{empty}\
-{self._refusal()}\
+    if forward_ad._current_level >= 0 and not is_dynamo_compiling():
+        refuse_tangents({self.name!r}, [{given}])
     if {" and ".join(plain)} and not dispatch_modes() and functorch_transform() is None:
         if {first}.is_cuda and {True if self.resolves_lazy else resolved}:
             try:
@@ -141,15 +141,6 @@ def call({names}):
         }
         return generated(source, f"<rtkernels {self.name}>", scope)["call"]
 
-    def _refusal(self) -> str:
-        """Return the lines of ``call`` that refuse tensors with tangents of forward-mode differentiation."""
-        tensors = [argument for argument in self.overload._schema.arguments if "Tensor" in str(argument.type)]
-        given = ", ".join("*" * ("List" in str(argument.type)) + argument.name for argument in tensors)
-        return f"""\
-    if forward_ad._current_level >= 0 and not is_dynamo_compiling():
-        refuse_tangents({self.name!r}, [{given}])
-"""
-
     def _short_cuts(self) -> tuple[str, str, dict[str, Any]]:
         """Return the lines with which ``call`` begins, functions beside it, and the objects that both refer to."""
         return "", "", {}
@@ -178,7 +169,5 @@ def call({names}):
         if features is None:
             with without_autocast("cpu"):  # which would round matrix products
                 return self.reference(*args)
-        with emulator.lock:
-            emulate_features(features)
-            with emulator.recording():
-                return self.launch(*args)
+        with emulating(features):
+            return self.launch(*args)

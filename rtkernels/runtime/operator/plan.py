@@ -6,7 +6,6 @@ launch takes one Python call and no loop.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,20 +29,6 @@ from rtkernels.runtime.operator.written import generated
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "byte": 1}
 _PARTS = ("shape", "strides", "dtype")  # of a layout
 _MAPS_PER_STEP = 256  # tensor maps cached per argument
-
-
-class Plan(ABC):
-    """One call of an operator, which can be run repeatedly."""
-
-    __slots__ = ("matches",)
-    converted: Mapping[str, Any] | None = None  # see Steps
-
-    def __init__(self) -> None:
-        self.matches: Callable[..., bool] | None = None  # compares tensors with those of this plan
-
-    @abstractmethod
-    def run(self, *addresses: int) -> Any:
-        """Allocate results, launch, and return them. Takes the addresses of the operator's tensors, 0 for None."""
 
 
 class Memory(NamedTuple):
@@ -133,8 +118,8 @@ class Steps:
         scratch: Memory that is freed after the call, by name.
         zeros: Number of int32 zeros, cleared for this call, for the argument of this name.
         kept: Tensors that the plan uses in every call, by name.
-        before: Called at the beginning of every call.
-        after: Called at the end of every call.
+        before: Called before the launches of every call.
+        after: Called after them.
         kept_zeros: Number of int32 zeros for the argument of this name, which kernels leave as zeros.
         if_not_resident: Returns other steps, for a device that refuses a launch whose blocks must all be resident.
         converted: Arguments that are converted first: to a dtype, and to dense memory, or by a function.
@@ -175,8 +160,11 @@ class _Spec(NamedTuple):
     guards: Sequence[Guard]
 
 
-class StepPlan(Plan):
-    """A plan whose ``run`` is generated from its steps.
+class StepPlan:
+    """A plan: launches of one call of an operator, which can be repeated.
+
+    ``run`` is generated from the steps. It takes the addresses of the operator's tensors, 0 for None, and numbers; it
+    allocates results, launches, and returns them.
 
     Args:
         name: Name of the operator, for tracebacks.
@@ -190,13 +178,13 @@ class StepPlan(Plan):
         guards: Arguments that must not share memory; ``run`` compares their addresses first.
     """
 
-    __slots__ = ("_launches", "_spec", "converted", "run", "source", "steps")
+    __slots__ = ("_launches", "_spec", "converted", "matches", "run", "source", "steps")
 
     def __init__(
         self, name: str, arguments: Sequence[str], numbers: Sequence[str], outputs: Mapping[str, Memory | None],
         returned: str, steps: Steps, device: int, absent: Collection[str] = (), guards: Sequence[Guard] = (),
     ) -> None:  # fmt: skip
-        super().__init__()
+        self.matches: Callable[..., bool] | None = None  # compares tensors with those of this plan
         self.converted, self.steps = steps.converted, steps.steps
         self._spec = _Spec(name, arguments, numbers, outputs, returned, steps, device, absent, guards)
         allocated = self.memory()
@@ -216,8 +204,7 @@ class StepPlan(Plan):
         for variable in (variable for variable in allocated if self.uses(variable) > 1):
             allocations.append(f"p_{variable} = {where[variable]}")
             where[variable] = f"p_{variable}"
-        before, launches = self.launch_lines("", given | where, scope)
-        lines = [*guard_lines(guards, scope), *before, *allocations, *launches]
+        lines = [*guard_lines(guards, scope), *allocations, *self.launch_lines("", given | where, scope)]
         results = "".join(f"t_{variable}, " for variable in outputs)
         if returned == "list":
             results = f"[{results}]"
@@ -229,9 +216,7 @@ class StepPlan(Plan):
             others: list[Callable[..., Any]] = []
             scope["others"] = others
             scope["make_others"] = lambda: others.append(
-                StepPlan(
-                    name, arguments, numbers, outputs, returned, steps.if_not_resident(), device, absent, guards
-                ).run
+                StepPlan(*self._spec._replace(steps=steps.if_not_resident())).run
             )
             tried = "\n    ".join(f"    {line}" for line in lines)
             lines = [f"if others:\n        return others[0]({names})", f"try:\n    {tried}"]
@@ -283,8 +268,8 @@ class StepPlan(Plan):
             found.append((step.launch.with_fixed(fixed) if fixed else step.launch, given))
         return found
 
-    def launch_lines(self, prefix: str, known: Mapping[str, str], scope: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Return the lines that run before memory is allocated, and those that launch.
+    def launch_lines(self, prefix: str, known: Mapping[str, str], scope: dict[str, Any]) -> list[str]:
+        """Return the lines that launch.
 
         Args:
             prefix: Prefix of all other names in the lines.
@@ -294,6 +279,9 @@ class StepPlan(Plan):
         steps, device = self._spec.steps, self._spec.device
         scope |= {"allocate": allocator(device), "zero_words": zero_words, "kept_zeros": kept_zeros}
         known, lines = dict(known) | dict.fromkeys(self._absent(), "0"), []
+        if steps.before is not None:
+            scope[f"before_{prefix}"] = steps.before
+            lines.append(f"before_{prefix}()")
         for variable, count in steps.zeros.items():
             known[variable] = f"p_{prefix}{variable}"
             count = zero_words_for(device, count)
@@ -308,14 +296,10 @@ class StepPlan(Plan):
             scope[f"launch_{prefix}{i}"] = launch
             written = [_written(f"{prefix}{i}_{j}", a, known, scope) for j, a in enumerate(arguments)]
             lines.append(f"launch_{prefix}{i}({', '.join(written)})")
-        first = []
-        if steps.before is not None:
-            scope[f"before_{prefix}"] = steps.before
-            first.append(f"before_{prefix}()")
         if steps.after is not None:
             scope[f"after_{prefix}"] = steps.after
             lines.append(f"after_{prefix}()")
-        return first, lines
+        return lines
 
     def is_asked_for(self, name: str) -> bool:
         """Return True for scratch, and for a result that was requested."""
@@ -328,12 +312,11 @@ class StepPlan(Plan):
 
     def with_layouts(self, layouts: Mapping[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> StepPlan:
         """Return this plan with other shapes, strides and dtypes of some results, in memory of the same size."""
-        name, arguments, numbers, outputs, *rest = self._spec
-        changed = dict(outputs)
+        outputs = dict(self._spec.outputs)
         for i, (shape, strides, dtype) in layouts.items():
-            key = [*outputs][i]
-            changed[key] = outputs[key]._replace(shape=shape, strides=strides, dtype=dtype)
-        return StepPlan(name, arguments, numbers, changed, *rest)
+            key = self.results[i]
+            outputs[key] = outputs[key]._replace(shape=shape, strides=strides, dtype=dtype)
+        return StepPlan(*self._spec._replace(outputs=outputs))
 
 
 def layout_of(memory: Memory) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

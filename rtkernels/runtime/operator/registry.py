@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.operator import TorchOp
 
@@ -47,18 +46,6 @@ def ops() -> list[Op]:
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             importlib.import_module(module.name)
     return sorted(_OPS.values(), key=lambda op: op.name)
-
-
-def get(name: str) -> Op:
-    """Return one op by name.
-
-    Raises:
-        ArgumentError: There is no such op.
-    """
-    known = {op.name: op for op in ops()}
-    if name not in known:
-        raise ArgumentError(f"there is no op {name!r}; known: {', '.join(known)}")
-    return known[name]
 
 
 def public(name: str) -> Any:

@@ -93,7 +93,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "range": (lambda: parallel.vocabulary_range(8, None, 4, 10), "vocab_start is 4 and vocab_size 10; expected 8"),
     "overlap": (
         lambda: ops.ONE_PASS_IN_PLACE(X[:1].expand(4, 8), LABELS, -100, 0.0, 0.0, 0.0, 1, False),
-        "logits has overlapping rows; in_place needs memory of its own",
+        r"logits has strides \(0, 1\) for shape \(4, 8\); expected memory of its own for every element",
     ),
     "dloss": (
         lambda: ops.BACKWARD(X[:3, 0], X, LABELS, torch.zeros(2, 4), None, -100, 0.0, 0.0, 0.0, 0, 8),
