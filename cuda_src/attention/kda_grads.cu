@@ -5,6 +5,7 @@
 //     Z_jd = sum_i e_ijd (X_ij q_id + beta_i N_ij k_id) + F U dS^T,  dK = beta Y + Z,
 //     dbeta = rowsum(dR * V) + rowsum(K * Y),  dc = Q * dQ + beta K * Y - K * Z,
 //     dc of the last row also + colsum(K * F U dS^T) + exp(c_end) rowsum(S * dS),  dg = sums of dc to the end of the chunk.
+// What does not decay, the diagonal of X and the last row of F U dS^T, counts as 0 in dc, as in gated_delta_rule_grads.cu.
 //
 // A block owns a chunk and a head, and takes 64 channels at a time. Sums over tokens of other blocks of 16 rows are products with both
 // factors of e relative to the first row of the later block, as in kda_chunk.cu. Within such a block a thread has one
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(256, DK > 64 ? 2 : 1) kda_grads(const __grid_c
                     read_pair<T, Tile>(key_tile, i, first + n, lane, pair);
                     float& value = later[n][2 * r + e];
                     value *= decay_between(c[(kDelta - 1) * kPitch + d], c[i * kPitch + d]);
-                    sum += value * pair[e] * norms[0][i];
+                    if (i + 1 < own.rows) sum += value * pair[e] * norms[0][i];
                 }
 #pragma unroll
                 for (int offset = 4; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
@@ -322,10 +323,10 @@ __global__ void __launch_bounds__(256, DK > 64 ? 2 : 1) kda_grads(const __grid_c
                 const float query = read(query_tile, here) * norms[1][here], beta = betas[here];
                 float* const place = sums + here * kPitch + channel;
                 float dquery = place[0], y = place[kDelta * kPitch];
-                keys[i] = key, decays[i] = 1.0f, column[i] = place[2 * kDelta * kPitch];
+                keys[i] = here + 1 < own.rows ? key : 0.0f, decays[i] = 1.0f, column[i] = place[2 * kDelta * kPitch];
 #pragma unroll
-                for (int j = 0; j <= i; ++j) {
-                    if (j < i) decays[j] *= by;
+                for (int j = 0; j < i; ++j) {
+                    decays[j] *= by;
                     const float x = diagonal[here * 16 + j], n = diagonal[kDelta * 16 + here * 16 + j];
                     const float decayed = decays[j] * keys[j];
                     dquery += x * decayed, y += n * decayed;
@@ -340,7 +341,7 @@ __global__ void __launch_bounds__(256, DK > 64 ? 2 : 1) kda_grads(const __grid_c
                 float* const place = sums + (16 * block + i) * kPitch + channel;
                 sum += place[2 * kDelta * kPitch] - keys[i] * column[i];
                 dc[i] = sum;
-                place[2 * kDelta * kPitch] = betas[16 * block + i] * place[kDelta * kPitch] + column[i];  // dK
+                place[2 * kDelta * kPitch] = betas[16 * block + i] * place[kDelta * kPitch] + column[i];  // dK without the diagonal
             }
             totals[block][channel] = sum;
             __syncthreads();
@@ -353,6 +354,7 @@ __global__ void __launch_bounds__(256, DK > 64 ? 2 : 1) kda_grads(const __grid_c
                     args.dg[(own.dense + (16 * block + i) * args.heads) * args.d_k + 64 * half + channel] = dc[i] + rest;
         }
         float here[3] = {0.0f, 0.0f, 0.0f};
+        const float itself = diagonal[row * 16 + row % 16];
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
             float key[8], query[8];
@@ -360,8 +362,9 @@ __global__ void __launch_bounds__(256, DK > 64 ? 2 : 1) kda_grads(const __grid_c
             unpack<T, 8>(*reinterpret_cast<const Raw<16>*>(query_tile + Tile::offset(row, 2 * part + v)), query);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                const float* const place = sums + row * kPitch + 16 * part + 8 * v + e;
-                const float dquery = place[0], y = place[kDelta * kPitch], dkey = place[2 * kDelta * kPitch];
+                float* const place = sums + row * kPitch + 16 * part + 8 * v + e;
+                const float dquery = place[0] += itself * norms[0][row] * key[e], y = place[kDelta * kPitch];
+                const float dkey = place[2 * kDelta * kPitch] += itself * norms[1][row] * query[e];
                 here[0] += key[e] * y, here[1] += query[e] * dquery, here[2] += key[e] * dkey;
                 query[e] = dquery, key[e] = dkey;
             }

@@ -19,16 +19,27 @@ def _imported(tree: ast.Module) -> dict[str, Any]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == "rtkernels":
-                    module, package = importlib.import_module(alias.name), importlib.import_module("rtkernels")
+                if alias.name.split(".")[0] == "rtkernels" and (module := _module(alias.name)) is not None:
+                    package = importlib.import_module("rtkernels")
                     found[alias.asname or "rtkernels"] = module if alias.asname else package
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rtkernels":
-            module = importlib.import_module(node.module)
+            if (module := _module(node.module)) is None:
+                continue
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")
                 found[alias.asname or alias.name] = getattr(module, alias.name)
     return found
+
+
+def _module(name: str) -> Any:
+    """Import a module of rtkernels; None if it is for a library that is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "rtkernels").split(".")[0] == "rtkernels":
+            raise
+        return None
 
 
 def _value(node: ast.expr, imported: dict[str, Any]) -> Any:

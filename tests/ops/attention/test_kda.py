@@ -66,9 +66,8 @@ def test_decays(decay: float, place: str) -> None:
     check(inputs(70, 1, 16, 16, 1, BF16, decay), None, place)
 
 
-@at("cpu")
+@at("cpu", "sm_80", "sm_90", "cuda")
 def test_gradients_of_strong_decays(place: str) -> None:
-    """Those of the kernel have roundings of what does not decay (docs/decisions/attention.md)."""
     check_strong_decays(True, place)
 
 
