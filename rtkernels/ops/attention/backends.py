@@ -41,7 +41,7 @@ ATTENTION: Backends[Attention] = Backends(
         Backend.of("sm90", sm90_plan),
         Backend.of("mma", mma_plan),
         *(
-            Backend(name, mma_plan.fp16_unsupported, mma_plan.steps_fp16(sums), listed=False)
+            Backend(name, mma_plan.fp16_unsupported, mma_plan.steps_fp16(sums), option="acc")
             for name, sums in FP16_SUMS.items()
         ),
     ),

@@ -100,6 +100,11 @@ def _rates_of(scaling: Scaling, dim: int, device: torch.device) -> Tensor:
     return found
 
 
+def _default_device() -> torch.device:
+    """Return torch's default device, as Dynamo can trace it, too."""
+    return torch.empty(0).device if is_dynamo_compiling() else torch.get_default_device()
+
+
 @public(recent=False)
 def rope_table(
     positions: int | Tensor, dim: int, *, base: float = 10000.0, scaling: float | Mapping[str, Any] = 1.0,
@@ -152,7 +157,7 @@ def rope_table(
         return cos.view(shape), sin.view(shape)
     if (positions if type(positions) is int else check_integer("positions", positions)) < 0:
         raise ArgumentError(f"positions is {positions}; expected a number of positions, or a tensor of them")
-    place = torch.get_default_device() if device is None else torch.device(device)
+    place = _default_device() if device is None else torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     frequencies = _rates_of(kind.at(positions, dim), dim, place)

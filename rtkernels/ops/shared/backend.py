@@ -62,7 +62,7 @@ class Backend(Generic[P]):
         kernels: Those it launches, unless they belong to another op.
         summary: ``(problem, device's info) -> str``: the tile it would use.
         by_name: Callers may ask for it; else only "auto" takes it.
-        listed: Values of ``backend=`` include it; else another option asks for it, under this name.
+        option: The one by which callers ask for it, under this name.
         candidates: ``(problem, device's info) -> options``: what `steps` can be told, as JSON has it.
     """
 
@@ -72,7 +72,7 @@ class Backend(Generic[P]):
     kernels: tuple[Kernel, ...] = ()
     summary: Callable[[P, DeviceInfo], str] | None = None
     by_name: bool = True
-    listed: bool = True
+    option: str = "backend"
     candidates: Callable[[P, DeviceInfo], Sequence[dict[str, Any]]] | None = None
 
     def options(self, problem: P, info: DeviceInfo) -> list[dict[str, Any]]:
@@ -156,7 +156,8 @@ class Backends(Generic[P]):
     @property
     def names(self) -> tuple[str, ...]:
         """The backends that callers may request."""
-        return tuple(backend.name for backend in self._backends.values() if backend.by_name and backend.listed)
+        named = (backend for backend in self._backends.values() if backend.by_name and backend.option == "backend")
+        return tuple(backend.name for backend in named)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -235,18 +236,20 @@ class Backends(Generic[P]):
         return choice.backend.steps(problem, device, **(choice.options or {}))
 
     def _failure(self, problem: P, info: DeviceInfo, wanted: str, refused: dict[str, str]) -> str:
+        where = f"this {self.what} on {info.target}"
         if wanted in self._automatic:
-            return f"no kernel for this {self.what} on {info.target}: {in_words(refused)}"
+            return f"no kernel for {where}: {in_words(refused)}"
+        option = self._backends[wanted].option
+        no_kernel = f"{option} is {wanted!r}, which has no kernel for {where}: {refused[wanted]}"
+        if option != "backend":
+            return f"{no_kernel}; expected the default of {option}"
         best = self.choose(problem, info, AUTO)
         others = {name: reason for name, reason in best.refused.items() if name != wanted}
         instead = (
             f"expected {AUTO!r}, which takes {best.backend.name}" if best.backend is not None
             else f"nor has any other ({in_words(others)})" if others else "nor has any other"
         )  # fmt: skip
-        return (
-            f"backend is {wanted!r}, which has no kernel for this {self.what} on {info.target}: {refused[wanted]}; "
-            f"{instead}"
-        )
+        return f"{no_kernel}; {instead}"
 
 
 def in_words(refused: dict[str, str]) -> str:

@@ -51,6 +51,9 @@ def test_refusals() -> None:
         assert not mma_plan.gains_from_fp16(parse(target))
         with rtkernels.emulate(target), pytest.raises(ArgumentError, match="take as long with sums in fp32"):
             rtkernels.attention(q, k, v, acc="fp16")
+    told = "acc is 'fp16', which has no kernel.*wider than 128.*expected the default of acc"
+    with rtkernels.emulate(GAINING), pytest.raises(ArgumentError, match=told):
+        rtkernels.attention(*operands(9, 9, 192, 128), acc="fp16")
     for told, given, kw in (
         ("acc is 'fp8'", (q, k, v), {"acc": "fp8"}),
         ("backend is 'sm90' and acc is 'fp16'", (q, k, v), {"acc": "fp16", "backend": "sm90"}),

@@ -200,7 +200,7 @@ def test_tables_are_compiled_without_warnings(dynamic: bool) -> None:
     """Also for a number of positions that is a symbol, and for bases that are."""
 
     def tables(x: torch.Tensor, base: float) -> tuple[torch.Tensor, ...]:
-        scaled = rope_table(x.shape[0], 8, scaling=0.5, device="cpu")
+        scaled = rope_table(x.shape[0], 8, scaling=0.5)
         return *rope_table(x.shape[0], 8, base=base, device="cpu"), *scaled
 
     torch._dynamo.reset()
