@@ -37,6 +37,11 @@ def _check_mask(bias: Tensor | None, sinks: Tensor | None, right: int) -> None:
         )
 
 
+def _by_batch(slopes: Tensor) -> Tensor:
+    """Return slopes as float32 [batch or 1, heads]."""
+    return slopes.detach().float() if slopes.dim() == 2 else slopes.detach().float().unsqueeze(0)
+
+
 def alibi_bias(
     slopes: Tensor, q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None, right: int
 ) -> Tensor:  # fmt: skip
@@ -54,16 +59,16 @@ def alibi_bias(
     batch, heads, keys = q.shape[0], q.shape[2], k.shape[1]
     check_slopes(slopes, q, batch, heads)
     distance = torch.arange(1 - keys, 1, dtype=torch.float32, device=q.device)
-    return slopes.detach().float().view(-1, heads, 1, 1) * distance
+    return _by_batch(slopes)[..., None, None] * distance
 
 
 def alibi_offset(slopes: Tensor, q: Tensor, k: Tensor, seqused_k: Tensor | None) -> Tensor:
     """Return ``slope * (last key - position of the query)``, which the bias lacks: [batch or 1, heads, queries]."""
-    queries, heads, keys = q.shape[1], q.shape[2], k.shape[1]
+    queries, keys = q.shape[1], k.shape[1]
     behind = torch.arange(queries - 1, -1, -1, dtype=torch.float32, device=q.device)
     if seqused_k is not None:  # positions are relative to the valid keys
         behind = behind + (keys - seqused_k).view(-1, 1, 1)
-    return slopes.detach().float().view(-1, heads, 1) * behind
+    return _by_batch(slopes).unsqueeze(-1) * behind
 
 
 def packed_bias(
@@ -76,7 +81,7 @@ def packed_bias(
     _check_mask(None, sinks, right)
     check_slopes(slopes, q, sequences, q.shape[1])
     key = torch.arange(k.shape[0], dtype=torch.float32, device=q.device)
-    bias = slopes.detach().float().view(-1, q.shape[1], 1, 1) * key
+    bias = _by_batch(slopes)[..., None, None] * key
     return bias.expand(-1, -1, max_q, -1)
 
 
@@ -86,5 +91,5 @@ def packed_offset(slopes: Tensor, q: Tensor, cu_q: Tensor, cu_k: Tensor, seqused
     sequence = (torch.searchsorted(cu_q, token, right=True) - 1).clamp(0, max(cu_q.shape[0] - 2, 0))
     keys = cu_k.diff() if seqused_k is None else torch.minimum(cu_k.diff(), seqused_k)
     position = token - cu_q[1:][sequence] + keys[sequence]
-    of_head = slopes.detach().float().view(-1, q.shape[1])
+    of_head = _by_batch(slopes)
     return -(of_head.t()[:, sequence if of_head.shape[0] > 1 else 0 * sequence]) * position

@@ -125,7 +125,7 @@ def plan_backward(
         (need_weight, "dweight", "weight_parts", weight, channels * taps),
         (need_bias, "dbias", "bias_parts", bias, channels),
     ):
-        if needed and parts:
+        if needed and parts and cols:
             scratch[part] = Memory((parts, cols), torch.float32)
             steps.append(column_sum_step(part, name, parts, cols, meta.dtype, device, overlaps=False))
     if need_initial_state and initial_state is not None:

@@ -8,12 +8,13 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import reference
 from rtkernels.ops.attention.checks import HALVES, check_factor
+from rtkernels.ops.attention.options import default_scale
 from rtkernels.ops.rope.rope import rope as rotate
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
@@ -158,8 +159,8 @@ def chunk_attention(
     batched = qkv.dim() != 2
     if not batched:
         qkv, k_cache, v_cache = qkv[None], k_cache[None], v_cache[None]
-    factor = k_cache.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
-    result = FORWARD.call(qkv, k_cache, v_cache, *rope, prefix, float(factor), bool(constant))
+    factor = default_scale(scale, k_cache)
+    result = FORWARD.call(qkv, k_cache, v_cache, *rope, prefix, factor, bool(constant))
     return result if batched else result[0]
 
 

@@ -13,7 +13,7 @@ from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -100,6 +100,8 @@ def _plan(q, k, key_scales, starts, ends, page_table, device) -> Steps:
 
 
 def _plan_best(q, k, key_scales, starts, ends, page_table, count, device) -> Steps:
+    if not q.shape[1]:
+        return IN_TORCH  # scores of no heads
     given = {"key_scales": key_scales, "starts": starts, "ends": ends, "page_table": page_table}
     keys, steps, max_tokens = _keys(k, page_table), [], 0
     for first, tokens in _chunks(q.shape[0] if count else 0, keys, page_table is not None):

@@ -26,7 +26,7 @@ def seen(
     if right >= 0:
         mask = mask & (j <= own + right)
     if kv_limit is not None:
-        mask = mask & (j < kv_limit.long().view(-1, lq, 1))
+        mask = mask & (j < kv_limit.long().unsqueeze(-1))
     return mask.unsqueeze(1)
 
 

@@ -183,6 +183,9 @@ def test_empty_lengths(lq: int, lkv: int, place: str) -> None:
         assert (lse == float("-inf")).all()
         for grad in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
             assert not grad.any()
+        for shape in ((lq,), (2, lq)):
+            limit = torch.ones(shape, dtype=torch.int32, device=device)
+            assert not attention(q.detach(), k, v, kv_limit=limit).any()
 
 
 @at("cpu", "sm_80", "cuda")

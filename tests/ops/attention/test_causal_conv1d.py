@@ -121,6 +121,14 @@ def test_empty(place: str) -> None:
         assert not weight.grad.any()
 
 
+@at("cpu", "sm_80", "cuda")
+def test_no_channels(place: str) -> None:
+    with running_on(place) as device:
+        x, weight, bias = (torch.zeros(s, device=device, requires_grad=True) for s in ((2, 5, 0), (0, 4), (0,)))
+        y = causal_conv1d(x, weight, bias)
+        assert [g.shape for g in torch.autograd.grad(y.sum(), (x, weight, bias))] == [(2, 5, 0), (0, 4), (0,)]
+
+
 @at("sm_90", "cuda")
 def test_equal_bits_twice(place: str) -> None:
     assert_equal_bits(check("vectors", place), check("vectors", place))

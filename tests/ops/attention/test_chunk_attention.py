@@ -80,6 +80,12 @@ def test_strides_and_no_batch() -> None:
     check(even, mean.expand(1, 5, 4, 128), BF16)
 
 
+def test_heads_without_elements_are_refused() -> None:
+    qkv, cache, rope = torch.zeros(1, 5, 0, dtype=BF16), torch.zeros(1, 23, 1, 0, dtype=BF16), torch.zeros(25, 0)
+    with pytest.raises(rtkernels.ArgumentError, match=r"k_cache has shape .*; expected .*width"):
+        rtkernels.chunk_attention(qkv, cache, cache, (rope, rope), prefix=20)
+
+
 def test_the_order_of_blocks_makes_no_difference() -> None:
     arguments, prefix, _ = case(1, 10, 150, 4, 1, 128)
     found = []

@@ -142,6 +142,9 @@ def test_empty(place: str) -> None:
         assert indexer_logits(q, k, weights).shape == (2, 0)
         assert bool((indexer_topk(q, k, weights, 4) == -1).all())
         assert indexer_topk(q[:0], k, weights[:0], 4).shape == (0, 4)
+        k, ends = torch.ones(5, 16, device=device).to(BF16), torch.tensor([1, 3], dtype=torch.int32, device=device)
+        chosen = indexer_topk(q[:, :0], k, weights[:, :0], 2, ends=ends)  # all scores are 0
+        assert chosen.tolist() == [[0, -1], [0, 1]]
 
 
 def emulated_coverage() -> None:
