@@ -20,7 +20,8 @@ from support.places import at, emulated
 
 from contracts.fuzz import calls, campaign, planted
 from contracts.fuzz.check import Fuzzer, rng_of
-from contracts.fuzz.variations import Variation, variations
+from contracts.fuzz.variations import Variation, resized, sizes_of, variations
+from rtkernels.errors import RtkError
 
 SEED = 1
 FAMILIES = (
@@ -55,6 +56,33 @@ def test_shared_memory_is_refused(family: str) -> None:
         cases += [(call, v) for v in rng.sample(shared, min(len(shared), 8))]
     fuzzer = _check("cpu", cases)
     assert not cases or fuzzer.refused
+
+
+# Integers in these calls refer to what is empty then, or the operators are never called without these elements.
+NEVER_EMPTY = {
+    ("divergence_bwd", 2), ("indexer_logits_fwd", 2), ("indexer_topk_fwd", 2), ("norm_modulated", 1),
+    ("quantize_fp8_smooth", 2), ("linear_divergence_bwd_kept", 24),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_size_can_be_0(family: str) -> None:
+    """There is a result, or an error that names an argument: nothing of Python's or torch's own."""
+    found = []
+    for call in _family(family):
+        widths = {t.shape[-1] for t in call.tensors if t.dtype.is_floating_point and t.dim()}
+        name = call.name.partition("#")[0]
+        for size in sorted((widths | {old for old, _ in sizes_of(call)}) - {0}):
+            if (name, size) in NEVER_EMPTY:
+                continue
+            try:
+                with torch.no_grad():
+                    call.run([resized(t, size, 0) for t in call.tensors])
+            except RtkError:
+                continue
+            except Exception as error:
+                found.append(f"{call.name}, {size}: {type(error).__name__} {error}")
+    assert not found, "\n".join(found)
 
 
 @emulated

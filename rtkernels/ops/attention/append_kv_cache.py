@@ -64,6 +64,8 @@ def _check(
         page_table if slots is None else Meta(torch.int32, (k.shape[0], 1), (1, 1), 0, 0),
         widest=_MAX_WIDTH,
     )
+    if slots is not None and not k_cache.shape[1] and k.numel():
+        raise ArgumentError(f"k_cache has shape {tuple(k_cache.shape)}; expected pages of one token or more")
     if v_cache.shape[-1] != v.shape[-1] or k_cache.shape[2] != k.shape[2]:
         raise ArgumentError(
             f"caches have {k_cache.shape[2]} heads of {k_cache.shape[-1]} and {v_cache.shape[-1]} elements; expected "

@@ -106,7 +106,7 @@ def _plan(qkv, k_cache, v_cache, cos, prefix, scale, constant, device) -> Steps:
 
 def _reference(qkv, k_cache, v_cache, cos, sin, prefix, scale) -> Tensor:
     width, kv_heads = k_cache.shape[3], k_cache.shape[2]
-    heads = qkv.view(*qkv.shape[:2], -1, width)
+    heads = qkv.view(*qkv.shape[:2], qkv.shape[2] // width, width)
     q, k, v = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
     angles = [t[prefix : prefix + qkv.shape[1]] for t in (cos, sin)]
     q, k = (rotate(t, *angles, layout="bshd") for t in (q, k))

@@ -32,7 +32,7 @@ def seen(
 
 def _by_head(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """Return [batch, length, heads_kv, width] as [batch, heads, length, width]."""
-    return x.to(dtype).repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2)
+    return x.to(dtype).repeat_interleave(heads // max(x.shape[2], 1), dim=2).transpose(1, 2)
 
 
 def _scores(

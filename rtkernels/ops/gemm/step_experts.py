@@ -135,7 +135,7 @@ def _plan(x, gate_up, down, experts, residual, norm_weight, act, rounded, device
 
 
 def _reference(x, gate_up, down, experts, probs, residual, norm_weight, act, rounded, eps, offset) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2)
     if norm_weight is not None:
         in_fp32 = rows.float()
         factor = torch.rsqrt(in_fp32.square().mean(-1, keepdim=True) + eps) * (offset + norm_weight.float())

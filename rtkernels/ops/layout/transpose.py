@@ -39,8 +39,9 @@ def _reference_experts(x: Tensor, counts: Tensor, pad_to: int) -> Tensor:
     first = place = 0
     for count in counts.tolist():
         end = min(first + max(count, 0), x.shape[0])
-        size = padded(end - first, pad_to) * cols
-        _bits(y)[place : place + size].view(cols, -1)[:, : end - first] = _bits(x[first:end]).t()
+        rows = padded(end - first, pad_to)
+        size = rows * cols
+        _bits(y)[place : place + size].view(cols, rows)[:, : end - first] = _bits(x[first:end]).t()
         first, place = end, place + size
     return y
 

@@ -198,7 +198,7 @@ def _forward(
 ):  # fmt: skip
     """The operator ``linear_cross_entropy_fwd``."""
     needs, options = (need_hidden, need_weight, need_bias), (ignore_index, label_smoothing, z_loss, softcap)
-    states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
+    states, flat = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1).contiguous()
     rows, shape = flat.numel(), labels.shape
     wants_gradient = any(needs)
     if need_weight and chunk_rows == 0 and slabs.suits(rows, weight, _SMALL, fp32_weight_grad):
@@ -252,7 +252,8 @@ def _backward(
 ):  # fmt: skip
     """The operator ``linear_cross_entropy_bwd``: as `_forward`, for a gradient of each row's own."""
     needs, options = (need_hidden, need_weight, need_bias), (ignore_index, label_smoothing, z_loss, softcap)
-    states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
+    flat, g = labels.reshape(-1).contiguous(), dloss.reshape(-1).float()
+    states = hidden.reshape(flat.numel(), hidden.shape[-1])
     if need_weight and chunk_rows == 0 and slabs.suits(flat.numel(), weight, _SMALL, fp32_weight_grad):
         found = slabs.run(functions.of_slabs, states, weight, flat, bias, g, options, NONE, needs)
         return found.dhidden.view(hidden.shape) if need_hidden else found.dhidden, found.dweight, found.dbias

@@ -52,7 +52,7 @@ class ParallelLinearCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3])
         ctx.later = reduction == NONE  # gradients need that of every row's loss
-        states, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        states, flat = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1)
         columns = -(-vocabulary // dist.get_world_size(group))  # the same number on all processes
         chunk_rows = chunk_rows or default_chunk_rows(len(states), weight.shape[1], columns, weight.element_size())
         gradients = None if ctx.later or not any(ctx.needs) else _Gradients(states, weight, bias, ctx.needs)
@@ -92,7 +92,8 @@ class ParallelLinearCrossEntropy(torch.autograd.Function):
         if ctx.later:
             options, chunk_rows, group, first, vocabulary = ctx.more
             hidden, weight, labels, bias, stats = ctx.saved_tensors
-            states, flat, g = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1).float()
+            states, flat, g = hidden.reshape(labels.numel(), hidden.shape[-1]), labels.reshape(-1), dloss.reshape(-1)
+            g = g.float()
             gradients = _Gradients(states, weight, bias, ctx.needs)
             for part, some, logits in chunks(states, weight, bias, chunk_rows):
                 rows = (flat[part], stats[:, part].contiguous(), None)

@@ -13,7 +13,7 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import FLOAT_DTYPES, GRID_LIMIT, divisor, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
-from rtkernels.runtime.operator.plan import Step, Steps
+from rtkernels.runtime.operator.plan import IN_TORCH, Step, Steps
 
 PROB_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WARP = 32
@@ -230,6 +230,8 @@ def plan_probs(values: Meta, rows: Meta | None, experts: Meta | None, columns: i
     tokens, top_k = next(m for m in (rows, experts, values) if m is not None).shape
     if tokens * columns == 0:
         return Steps()
+    if not top_k:  # the address of no experts would mean that there is no such tensor
+        return IN_TORCH
     grid = min(-(-tokens * columns // _PROBS_THREADS), 1 << 20)
     launch = PROBS.bind((_PROBS_THREADS,), device, grid, _PROBS_THREADS)
     sizes = tokens, top_k, values.shape[0], columns, PROB_KIND[values.dtype]

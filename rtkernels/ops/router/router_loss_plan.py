@@ -156,7 +156,7 @@ def _counts_shape(sequences: int, experts: int, sequence_dim: int) -> tuple[int,
 
 def _of_rows(counts: Tensor, sequences: Sequences) -> Tensor:
     """Return the counts each row is weighed with."""
-    if sequences.inner == 0:
+    if counts.dim() == 1:
         return counts.float()
     if sequences.interleaved:
         return counts.float().repeat(sequences.length, 1)

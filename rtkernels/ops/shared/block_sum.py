@@ -70,13 +70,12 @@ def _plan(
 
 
 def _reference(total: Tensor, dy: Tensor, x: Tensor | None, eps: float, centred: bool, block_rows: int) -> None:
-    cols = dy.shape[-1]
     terms = dy.float()
     if x is not None:
         h = x.float()
         h = h - h.mean(-1, keepdim=True) if centred else h
         terms = terms * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    for block in terms.reshape(-1, cols).split(block_rows):
+    for block in terms.flatten(0, -2).split(block_rows):
         total += block.sum(0)
 
 
