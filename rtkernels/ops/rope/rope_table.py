@@ -102,7 +102,9 @@ def _rates_of(scaling: Scaling, dim: int, device: torch.device) -> Tensor:
 
 def _default_device() -> torch.device:
     """Return torch's default device, as Dynamo can trace it, too."""
-    return torch.empty(0).device if is_dynamo_compiling() else torch.get_default_device()
+    if is_dynamo_compiling():
+        return torch.empty(0, dtype=torch.float32, device=None).device
+    return torch.get_default_device()
 
 
 @public(recent=False)
