@@ -102,12 +102,13 @@ def test_cumsum_into(place: str) -> None:
 @emulated
 @at(*PLACES)
 def test_cumsum_into_its_own_operand(place: str) -> None:
-    """All of it, or, which torch refuses, a part."""
+    """All of it, or, which torch refuses on the CPU, a part."""
     memory = torch.randn(40, device=device_of(place))
     x = memory[:24].view(3, 8)
     want = x.cumsum(0)
     with taken(place, "scan"):
-        with pytest.raises(RuntimeError, match="refer to a single memory location"):
-            torch.cumsum(x, 0, out=memory[4:28].view(3, 8))
+        if place != "cuda":
+            with pytest.raises(RuntimeError, match="refer to a single memory location"):
+                torch.cumsum(x, 0, out=memory[4:28].view(3, 8))
         assert torch.cumsum(x, 0, out=x) is x
     torch.testing.assert_close(x, want)

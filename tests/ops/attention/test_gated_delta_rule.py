@@ -146,7 +146,8 @@ def test_two_groups_of_columns(stages: int, place: str) -> None:
 @at("sm_90", "cuda")
 def test_groups_do_not_change_bits(place: str) -> None:
     tensors = inputs(70, 1, 2, 16, 72, 1, BF16)
-    alone = check(tensors, None, place)
+    with wgmma_scans(2, 7):  # fewer than twice its four tiles: gradients by wgmma, too
+        alone = check(tensors, None, place)
     with wgmma_scans(2, 1):
         assert_equal_bits(check(tensors, None, place), alone)
 
