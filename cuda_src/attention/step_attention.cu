@@ -5,8 +5,8 @@
 // q, k and v are rounded to T, as a kernel that writes them to memory would do; scores and sums are fp32, probabilities
 // are rounded to T for the second product.
 //
-// A cluster of 8 blocks owns the up to 16 query heads that share a key head. Keys are dealt in sixteens: to the first
-// warps of all blocks, then to the second ones, so that few keys are spread over all blocks. A warp loads its keys and
+// A cluster of up to 8 blocks, a power of two, owns the up to 16 query heads that share a key head. Keys are dealt in sixteens: to the
+// first warps of all blocks, then to the second ones, so that few keys are spread over all blocks. A warp loads its keys and
 // values into its own stages, with an online softmax over them. Every block computes the heads of the new token; the block
 // whose warp has row slots[b] writes it to the cache, and that warp takes it from shared memory. Accumulators of warps,
 // then of blocks through distributed shared memory, are merged in a fixed order: results do not depend on timing.
@@ -15,7 +15,7 @@
 // rows of the cache are read before it waits.
 //
 // Shared memory: stages [8][stages][16 keys, 16 values], later the accumulators of warps; q [16][kKeyPitch]; the new key
-// and value; what blocks send, [8][2][D] and [8][2] pairs; maxima and softmax sums of warps [8][16] each.
+// and value; what blocks send, [blocks][16 / blocks][D] and as many pairs; maxima and softmax sums of warps [8][16] each.
 #include "attention/softmax_state.cuh"
 #include "common/any_type.cuh"
 #include "common/reduce.cuh"
@@ -26,7 +26,7 @@
 
 namespace rtk {
 
-inline constexpr int kStepBlocks = 8, kStepWarps = 8, kStepRows = 16, kStepKeys = 16;
+inline constexpr int kStepWarps = 8, kStepRows = 16, kStepKeys = 16;
 inline constexpr i64 kWholeTables = 1, kInterleavedPairs = 2, kConstantCache = 4;
 
 // One head of the new token: norm and rotation by a warp, `pairs` of elements in each lane.
@@ -110,17 +110,19 @@ __global__ void __launch_bounds__(32 * kStepWarps)
                    double eps, double offset, double scale, double softcap) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr int kKeyPitch = 2 * D + 64, kValuePitch = 2 * D + 16, kStage = kStepKeys * (kKeyPitch + kValuePitch);
-    constexpr int kSumPitch = D + 8, kQuads = D / 4, kRound = kStepBlocks * kStepWarps * kStepKeys;
+    constexpr int kSumPitch = D + 8, kQuads = D / 4;
     const float minus_infinity = __uint_as_float(0xff800000u);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int rank = ptx::cluster_rank(), group = static_cast<int>(group_), stages = static_cast<int>(stages_);
+    const int blocks = static_cast<int>(gridDim.x), shift = 31 - __clz(blocks), keys_of_round = blocks * (kStepWarps * kStepKeys);
+    const int rows_sent = kStepRows >> shift;  // to a block
     const i64 head_kv = blockIdx.y, batch = blockIdx.z;
     u8* const own = memory + warp * stages * kStage;
     u8* const queries = memory + kStepWarps * stages * kStage;
     u8* const fresh = queries + kStepRows * kKeyPitch;  // key, value
     float* const arrived = reinterpret_cast<float*>(fresh + 4 * D);
-    float* const arrived_state = arrived + kStepBlocks * 2 * D;
-    float* const tops = arrived_state + kStepBlocks * 4;
+    float* const arrived_state = arrived + kStepRows * D;
+    float* const tops = arrived_state + kStepRows * 2;
     float* const totals = tops + kStepWarps * kStepRows;
 
     const bool constant = (flags & kConstantCache) != 0;
@@ -130,9 +132,9 @@ __global__ void __launch_bounds__(32 * kStepWarps)
     const int slot = static_cast<const volatile i32*>(slots)[batch];
     T* const k_rows = k_cache + batch * k_batch + head_kv * k_head;
     T* const v_rows = v_cache + batch * v_batch + head_kv * v_head;
-    const int first_key = (warp * kStepBlocks + rank) * kStepKeys, rounds = (length + kRound - 1) / kRound;
+    const int first_key = (warp * blocks + rank) * kStepKeys, rounds = (length + keys_of_round - 1) / keys_of_round;
     auto fetch = [&](int round) {
-        const int first = round * kRound + first_key, usable = length - first;
+        const int first = round * keys_of_round + first_key, usable = length - first;
         if (round < rounds && usable > 0) {
             const ptx::SharedAddress keys = ptx::shared_address(own + round % stages * kStage);
             const ptx::SharedAddress values = keys + kStepKeys * kKeyPitch;
@@ -174,7 +176,7 @@ __global__ void __launch_bounds__(32 * kStepWarps)
         head.write(x + from * D, weight_at(h) != nullptr, !is_v, factors, ptx::shared_address(to));
     }
     __syncthreads();
-    if (slot >= 0 && slot < capacity && slot / kStepKeys % kStepBlocks == rank && threadIdx.x < 2 * (D / 8)) {
+    if (slot >= 0 && slot < capacity && (slot / kStepKeys & blocks - 1) == rank && threadIdx.x < 2 * (D / 8)) {
         const bool is_v = threadIdx.x >= D / 8;
         const int column = static_cast<int>(threadIdx.x) % (D / 8) * 8;
         const Raw<16> raw = ptx::ld_shared_16(ptx::shared_address(fresh + (is_v ? 2 * D : 0) + 2 * column));
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(32 * kStepWarps)
         __syncwarp();
         u8* const keys = own + round % stages * kStage;
         u8* const values = keys + kStepKeys * kKeyPitch;
-        const int first = round * kRound + first_key, usable = length - first;
+        const int first = round * keys_of_round + first_key, usable = length - first;
         if (usable > 0) {
             if (slot >= first && slot < first + kStepKeys && slot < capacity) {
                 for (int i = lane; i < 2 * (D / 8); i += 32) {
@@ -290,35 +292,38 @@ __global__ void __launch_bounds__(32 * kStepWarps)
             value[0] += weight * part.x, value[1] += weight * part.y, value[2] += weight * part.z, value[3] += weight * part.w;
             all += weight * totals[w * kStepRows + row];
         }
-        const int place = rank * 2 + row / kStepBlocks;
-        ptx::st_cluster(ptx::shared_address(arrived + place * D + column), row % kStepBlocks, value);
+        const int place = rank * rows_sent + (row >> shift), to = row & blocks - 1;
+        ptx::st_cluster(ptx::shared_address(arrived + place * D + column), to, value);
         if (column == 0) {
-            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place), row % kStepBlocks, common);
-            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place + 1), row % kStepBlocks, all);
+            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place), to, common);
+            ptx::st_cluster(ptx::shared_address(arrived_state + 2 * place + 1), to, all);
         }
     }
     ptx::cluster_barrier();
 
-    const int own_row = static_cast<int>(threadIdx.x) / kQuads, column = static_cast<int>(threadIdx.x) % kQuads * 4;
-    const int row = rank + kStepBlocks * own_row;
-    if (own_row >= 2 || row >= group) return;
-    const i64 q_head = head_kv * group_ + row;
-    const float sink = sinks == nullptr ? minus_infinity : load_any(sinks, static_cast<int>(flags >> 12 & 15), q_head) * 1.4426950408889634f;
-    float common = sink;
-    for (int r = 0; r < kStepBlocks; ++r) common = step_larger(common, arrived_state[2 * (2 * r + own_row)]);
-    float value[4] = {}, all = weight_of(sink, common);
+    const int column = static_cast<int>(threadIdx.x) % kQuads * 4;
+#pragma unroll 1
+    for (int own_row = static_cast<int>(threadIdx.x) / kQuads; own_row < rows_sent; own_row += 32 * kStepWarps / kQuads) {
+        const int row = rank + (own_row << shift);
+        if (row >= group) return;
+        const i64 q_head = head_kv * group_ + row;
+        const float sink =
+            sinks == nullptr ? minus_infinity : load_any(sinks, static_cast<int>(flags >> 12 & 15), q_head) * 1.4426950408889634f;
+        float common = sink;
+        for (int r = 0; r < blocks; ++r) common = step_larger(common, arrived_state[2 * (rows_sent * r + own_row)]);
+        float value[4] = {}, all = weight_of(sink, common);
+        for (int r = 0; r < blocks; ++r) {
+            const int place = rows_sent * r + own_row;
+            const float weight = weight_of(arrived_state[2 * place], common);
+            const float4 part = *reinterpret_cast<const float4*>(arrived + place * D + column);
+            value[0] += weight * part.x, value[1] += weight * part.y, value[2] += weight * part.z, value[3] += weight * part.w;
+            all += weight * arrived_state[2 * place + 1];
+        }
+        const float inverse = all == 0.0f ? 0.0f : 1.0f / all;
 #pragma unroll
-    for (int r = 0; r < kStepBlocks; ++r) {
-        const int place = 2 * r + own_row;
-        const float weight = weight_of(arrived_state[2 * place], common);
-        const float4 part = *reinterpret_cast<const float4*>(arrived + place * D + column);
-        value[0] += weight * part.x, value[1] += weight * part.y, value[2] += weight * part.z, value[3] += weight * part.w;
-        all += weight * arrived_state[2 * place + 1];
+        for (int i = 0; i < 4; ++i) value[i] *= inverse;
+        store<T, 4>(out + (batch * q_heads + q_head) * D + column, value);
     }
-    const float inverse = all == 0.0f ? 0.0f : 1.0f / all;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] *= inverse;
-    store<T, 4>(out + (batch * q_heads + q_head) * D + column, value);
 }
 
 }  // namespace rtk

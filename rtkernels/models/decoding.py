@@ -31,7 +31,7 @@ from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.kinds import meta_of
 
-MAX_ROWS = 8  # of a step; docs/decisions/gemm.md has the measurements
+MAX_ROWS = 32  # of a step; docs/decisions/gemm.md has the measurements
 _HALVES = (torch.bfloat16, torch.float16)
 _NORMS = ("rms_norm", "served_norm")
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -19,7 +19,6 @@ from rtkernels.runtime.operator.registry import Op
 MAX_KEYS = 4096  # of the cache; for more, attention_decode spreads the keys over more blocks
 _WIDTHS = (64, 128, 256)
 # As in step_attention.cu.
-_BLOCKS = 8  # of a cluster
 _WARPS = 8
 _ROWS = 16  # query heads of a cluster
 _KEYS = 16  # of a warp at a time
@@ -66,8 +65,13 @@ def _check(
 def _shared(width: int, stages: int) -> int:
     return (
         _WARPS * stages * _KEYS * (4 * width + 80) + _ROWS * (2 * width + 64) + 4 * width
-        + 4 * (_BLOCKS * (2 * width + 4) + 2 * _WARPS * _ROWS)
+        + 4 * _ROWS * (width + 2 + 2 * _WARPS)
     )  # fmt: skip
+
+
+def _blocks(pairs: int, sms: int) -> int:
+    """Return the blocks that share the keys of a sequence and a key head: as many as run at the same time."""
+    return next((blocks for blocks in (8, 4, 2) if pairs * blocks <= sms), 1)
 
 
 def unsupported(q_heads: int, k_cache: Meta, v_cache: Meta, device: int) -> str | None:
@@ -85,8 +89,6 @@ def unsupported(q_heads: int, k_cache: Meta, v_cache: Meta, device: int) -> str 
     info = device_info(device)
     if not _KERNEL.supports(info.target):
         return f"{info.target} has no clusters"
-    if device >= 0 and batch * kv_heads * _BLOCKS > 4 * info.sm_count:
-        return "enough sequences for a block each"
     return None
 
 
@@ -96,11 +98,11 @@ def _plan(qkv, q_weight, cos, sinks, k_cache, v_cache, rotary, interleaved, cons
     if unsupported(q_heads, k_cache, v_cache, device) is not None:
         return IN_TORCH
     info = device_info(device)
-    limit = shared_limit(info.target)
-    stages = 2 if rows > _BLOCKS * _WARPS * _KEYS and _shared(width, 2) <= limit else 1
+    limit, blocks = shared_limit(info.target), _blocks(batch * kv_heads, info.sm_count)
+    stages = 2 if rows > blocks * _WARPS * _KEYS and _shared(width, 2) <= limit else 1
     launch = _KERNEL.bind(
-        (DTYPE_TOKEN[qkv.dtype], width), device, (_BLOCKS, kv_heads, batch), 32 * _WARPS, _shared(width, stages),
-        overlap=True, cluster=_BLOCKS,
+        (DTYPE_TOKEN[qkv.dtype], width), device, (blocks, kv_heads, batch), 32 * _WARPS, _shared(width, stages),
+        overlap=True, cluster=blocks,
     )  # fmt: skip
     flags = _WHOLE * (cos.shape[1] == rotary) + _INTERLEAVED * interleaved + _CONSTANT * constant
     flags += ANY_TYPE[DTYPE_TOKEN[cos.dtype]] << 4

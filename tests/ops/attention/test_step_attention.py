@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compare import running_on
-from support.places import at
+from support.places import at, emulated
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import decode_heads
+from rtkernels.ops.attention import decode_heads, step_attention
 from rtkernels.ops.attention.step_attention import FORWARD, MAX_KEYS, unsupported
+from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.operator.kinds import meta_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -82,6 +83,23 @@ def test_values(name: str, place: str) -> None:
             torch.testing.assert_close(out.cpu().double(), wanted, rtol=0.02, atol=0.01)
             for found, own in zip(arguments[9:11], (k, v), strict=True):
                 torch.testing.assert_close(found.cpu(), own, rtol=0.01, atol=0.01, equal_nan=True)
+
+
+@emulated
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["long", "sinks, cap", "table"])
+def test_blocks_of_a_cluster(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence and a key head have as many blocks as leave no SM without one."""
+    seen = []
+    monkeypatch.setattr(step_attention, "_blocks", lambda pairs, sms: seen.append(pairs) or blocks)
+    Plans.forget_all()
+    test_values(name, "sm_90")
+    Plans.forget_all()
+    assert seen
+
+
+def test_how_many_blocks() -> None:
+    assert [step_attention._blocks(pairs, 132) for pairs in (1, 16, 17, 33, 66, 67, 500)] == [8, 8, 4, 4, 2, 1, 1]
 
 
 def test_slots_outside_and_strided_caches() -> None:
