@@ -1,38 +1,30 @@
 // out[m, n] = factor act(sum over k of x[m, k] w[n, k], scaled, + bias[n]) (gated: times the other half) + residual[m, n],
-// for up to 32 rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
+// for a few rows of x and weights of 16, 8 or 4 bits that are read once, at the bandwidth of memory. With a norm, x is
 // rms_norm(x) in the type of x. fp32 sums, rounded once.
 //
 // A block owns `octets` octets of weight rows and one of `parts` parts of k, which form a cluster. 2^row_shift of its 8
 // warps are spread along octets, the others along k. Every warp streams its weights through a ring in shared memory
-// (gemm_stream_lanes.cuh), an octet at a time for up to four rows of x, else two (gemm_stream_pairs.cuh); all activations of
-// the block's k stay there. Octets are finished in passes of `pass_octets`:
+// (gemm_stream_lanes.cuh); all activations of the block's k stay there. Octets are finished in passes of `pass_octets`:
 // sums of warps, then of blocks, which arrive through distributed shared memory, are added in the order of k, so that
 // results do not depend on timing. The copies of the next pass continue meanwhile.
 //
-// Every block computes the norm itself: for up to four rows from all of x, else sums of squares are added behind the
-// products, as those of other parts of k arrive. The kernel may start before the previous one has ended; with
+// Every block computes the norm itself, from all of x. The kernel may start before the previous one has ended; with
 // kConstantWeights, rings are filled without waiting for it, so that memory is busy while the block waits.
 //
 // Shared memory: rings [8][4 slots], activations [m][pitch], norm weight, sums [warps along k][pass_octets][m][8], sums
 // of blocks [parts][octets that the block finishes][m][8]. Two blocks must fit on an SM, or the next launch cannot load
 // its weights before this one ends.
 #include "gemm/gemm_decode_terms.cuh"
-#include "gemm/gemm_stream_pairs.cuh"
+#include "gemm/gemm_stream_lanes.cuh"
 #include "gemm/gemm_stream_rows.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
 
 namespace rtk {
 
-template <typename Codes, typename Math>
-struct StreamKind<Codes, Math, 4> {
-    using Lanes = StreamLanes<Codes, Math>;
-    using Rows = StreamRows<Math, Lanes>;
-};
-
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
 // each, `groups` of them, 0 if one serves all of k. `slot_steps` is even for 8-bit codes.
-template <typename Codes, typename Math, int TOKENS>
+template <typename Codes, typename Math, int QUADS>
 __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     gemm_stream(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
                 const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
@@ -40,11 +32,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
                 i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps, double offset,
                 double factor) {
     extern __shared__ __align__(128) u8 memory[];
-    constexpr bool kPairs = TOKENS > 4;
-    __shared__ float squares[kPairs ? 8 * kStreamTokens : 32];  // pairs: [block][token]
-    __shared__ float peaks[kPairs ? 1 : 32], units[kStreamTokens];
-    using Warp = typename StreamKind<Codes, Math, TOKENS>::Lanes;
-    using Rows = typename StreamKind<Codes, Math, TOKENS>::Rows;
+    __shared__ float squares[16 * 8], peaks[16 * 8], units[16];
+    using Warp = StreamLanes<Codes, Math, QUADS>;
+    using Rows = StreamRows<Math, Warp>;
     const int octet_sums = 8 * static_cast<int>(m_);
     const int m = static_cast<int>(m_), k = static_cast<int>(k_), row_shift = static_cast<int>(row_shift_);
     const bool gated = (flags & kDecodeGated) != 0, scaled = Warp::kParts > 1 && groups != 0;
@@ -76,7 +66,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     const int slot_bytes = StreamSlots<Warp>::bytes_of(slot_steps, scaled), ring_bytes = kStreamRing * slot_bytes;
     u8* const own_ring = memory + warp * ring_bytes;
     const StreamSlots<Warp> ring = {ptx::shared_address(own_ring) + lane * 16,
-                                    reinterpret_cast<float*>(own_ring + 512 * Warp::kOctets * slot_steps) + g * kSlotGroups, slot_steps, slot_bytes, scaled};
+                                    reinterpret_cast<float*>(own_ring + 512 * slot_steps) + g * kSlotGroups, slot_steps, slot_bytes, scaled};
     u8* const x_in_shared = memory + kDecodeWarps * ring_bytes;
     const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
     const int row_bytes = steps * (2 * Warp::kDepth);
@@ -89,13 +79,12 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     float* const sums = reinterpret_cast<float*>(norm_in_shared + (norm_weight != nullptr ? room : 0));
     float* const received = sums + along_k * pass_octets * octet_sums;
 
-    const int stride = Warp::kOctets << row_shift;  // octets from one unit of work to the next
-    int load_octet = warp_row * Warp::kOctets, load_at = begin;
+    int load_octet = warp_row, load_at = begin;
     auto fetch = [&](int slot) {
         if (load_octet < octets && begin < end) {
             ring.fetch(weights, slot, lane, first_octet + load_octet, load_at, min(slot_steps, end - load_at));
             load_at += slot_steps;
-            if (load_at >= end) load_at = begin, load_octet += stride;
+            if (load_at >= end) load_at = begin, load_octet += 1 << row_shift;
         }
         ptx::cp_async_commit();
     };
@@ -119,7 +108,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         return decode_terms(row_scale, bias, added, scale_at, row, token * residual_pitch + column, static_cast<int>(types));
     };
     auto row_of = [&](int octet, int i) { return gated ? 4 * octet + (i & 3) : 8 * octet + i; };
-    constexpr int kEarlyTokens = kPairs ? TOKENS / 8 : 1, kEarlyRows = kPairs ? 2 : 1;
+    // Element i of a pass is row i % 8 of octet i / 8. 
+    const int first_row = row_of(first_octet + share.element / 8, share.element % 8);
     const bool has_terms = row_scale != nullptr || bias != nullptr || residual != nullptr;
     if (parts > 1) {
         ptx::cluster_barrier();  // all blocks have started, so that their memory may be written
@@ -129,21 +119,17 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     if (constant) ptx::wait_for_previous();
 
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    if constexpr (kPairs) {
-        rows.prepare(squares + rank * kStreamTokens, units);
-    } else {
-        rows.copy(share, squares, peaks);
-        if (Rows::kMoved || norm_weight != nullptr) {
-            __syncthreads();
-            rows.finish(share, squares, peaks, units);
-        }
+    rows.copy(share, squares, peaks);
+    if (Rows::kMoved || norm_weight != nullptr) {
+        __syncthreads();
+        rows.finish(share, squares, peaks, units);
     }
     __syncthreads();
 
-    ptx::SharedAddress own_x[Warp::kTokenGroups];
+    ptx::SharedAddress own_x[QUADS];
 #pragma unroll
-    for (int i = 0; i < Warp::kTokenGroups; ++i) own_x[i] = rows.to + (min(Rows::lane_token(i, g), m - 1) * pitch + Rows::lane_place(g, t));
-    int octet = warp_row * Warp::kOctets, at = begin, slot = 0;  // of the next slot
+    for (int q = 0; q < QUADS; ++q) own_x[q] = rows.to + (min(4 * q + g / 2, m - 1) * pitch + Rows::lane_place(g, t));
+    int octet = warp_row, at = begin, slot = 0;  // of the next slot
     Warp own;
     own.clear();
 #pragma unroll 1
@@ -151,11 +137,10 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         const int here = min(pass_octets, octets - first);  // octets of this pass
         if (begin >= end) {  // no k for this warp
 #pragma unroll 1
-            for (; octet < first + here; octet += stride) {
+            for (; octet < first + here; octet += 1 << row_shift) {
                 float* to = sums + (warp_k * pass_octets + octet - first) * octet_sums + 2 * lane;
-                const int count = min(Warp::kOctets, first + here - octet) * octet_sums;
 #pragma unroll 1
-                for (int i = 2 * lane; i < count; i += 64, to += 64) *reinterpret_cast<float2*>(to) = make_float2(0.0f, 0.0f);
+                for (int i = 2 * lane; i < octet_sums; i += 64, to += 64) *reinterpret_cast<float2*>(to) = make_float2(0.0f, 0.0f);
             }
         }
 #pragma unroll 1
@@ -170,28 +155,18 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
             if (at < end) continue;
             own.finish();
             own.settle_flags(g);
-            own.put(sums + (warp_k * pass_octets + octet - first) * octet_sums, octet_sums, first + here - octet, m, g, t);
+            float* const to = sums + (warp_k * pass_octets + octet - first) * octet_sums + g;
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q)
+                if (4 * q + t < m) to[(4 * q + t) * 8] = own.total[q];
             own.clear();
-            at = begin, octet += stride;
+            at = begin, octet += 1 << row_shift;
         }
-        // Residuals of a thread's first elements: loaded before the barrier, converted behind it.
-        u32 early[kEarlyTokens * kEarlyRows] = {};
-        if (residual != nullptr) {
-#pragma unroll
-            for (int j = 0; j < kEarlyTokens; ++j)
-#pragma unroll
-                for (int u = 0; u < kEarlyRows; ++u) {
-                    const int token = share.token + j * share.tokens(), i = share.element + u * share.elements();
-                    const int row = row_of(first_octet + first + i / 8, i % 8);
-                    if (token >= m || i >= 8 * here || row >= n) continue;
-                    const i64 place = token * residual_pitch + row;
-                    early[j * kEarlyRows + u] = type(1) == kTypeFp32 ? static_cast<const u32*>(residual)[place] : static_cast<const u16*>(residual)[place];
-                }
+        u32 first_residual = 0u;  // of a thread's first element: loaded before the barrier, converted behind it
+        if (first == 0 && residual != nullptr && share.token < m && first_row < n) {
+            const i64 at_first = share.token * residual_pitch + first_row;
+            first_residual = type(1) == kTypeFp32 ? static_cast<const u32*>(residual)[at_first] : static_cast<const u16*>(residual)[at_first];
         }
-        auto next_early = [&] {
-#pragma unroll
-            for (int i = 0; i + 1 < kEarlyTokens * kEarlyRows; ++i) early[i] = early[i + 1];
-        };
         auto of_warps = [&](int octet, int place) {
             float sum = 0.0f;
 #pragma unroll 4
@@ -203,11 +178,6 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         if (parts > 1) {
             if (first == 0) {
                 __syncthreads();
-                if (kPairs && norm_weight != nullptr && threadIdx.x < kStreamTokens * parts) {
-                    const int token = threadIdx.x % kStreamTokens, to = threadIdx.x / kStreamTokens;
-                    float* const own_square = squares + rank * kStreamTokens + token;
-                    if (token < m && to != rank) ptx::st_cluster(ptx::shared_address(own_square), to, *own_square);
-                }
             } else {
                 ptx::cluster_barrier();  // also: others have read what was sent in the last pass
             }
@@ -225,17 +195,9 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         }
         // The whole warp calls this: lanes of a gate get the other factor from lanes of its counterpart.
 #pragma unroll 1
-        for (int token = share.token; token < m; token += share.tokens()) {
-            float unit = Warp::Weights::kFactor;
-            if (kPairs && norm_weight != nullptr) {
-                float square = 0.0f;
+        for (int token = share.token; token < m; token += share.tokens())
 #pragma unroll 1
-                for (int p = 0; p < parts; ++p) square += squares[p * kStreamTokens + token];
-                unit *= rsqrtf(square / static_cast<float>(k) + rows.eps);
-            }
-            int early_rows = 0;
-#pragma unroll 1
-            for (int from = share.element - lane; from < 8 * here; from += share.elements(), ++early_rows) {
+            for (int from = share.element - lane; from < 8 * here; from += share.elements()) {
                 const int i = from + lane, octet = min(i / 8, here - 1), place = token * 8 + i % 8;
                 const int row = row_of(first_octet + first + octet, i % 8);
                 const bool exists = i < 8 * here && row < n && (octet & parts - 1) == rank;
@@ -246,14 +208,11 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
                     for (int p = 0; p < parts; ++p) sum += received[(p * finished + (octet >> parts_shift)) * octet_sums + place];
                 }
                 DecodeTerms terms = {1.0f, 0.0f, 0.0f};
-                const bool is_early = early_rows < kEarlyRows;
+                const bool is_first = first == 0 && i == share.element && token == share.token;
                 if (has_terms && exists)
-                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0), is_early ? nullptr : residual);
-                if (residual != nullptr && is_early) {
-                    terms.residual = decode_number(early[0], type(1));
-                    next_early();
-                }
-                float value = fmaf(sum * unit, terms.scale, terms.bias);
+                    terms = terms_of(token, row, row + (gated && (i & 4) != 0 ? static_cast<int>(n) : 0), is_first ? nullptr : residual);
+                if (residual != nullptr && is_first) terms.residual = decode_number(first_residual, type(1));
+                float value = fmaf(sum * Warp::Weights::kFactor, terms.scale, terms.bias);
                 if (gated) {
                     const float up = __shfl_down_sync(0xffffffffu, value, 4);
                     value = decode_activation(value, store.act) * up;
@@ -262,8 +221,6 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
                 }
                 if (exists && !(gated && (i & 4) != 0)) store.write(token * out_pitch + row, fmaf(value, static_cast<float>(factor), terms.residual));
             }
-            for (; early_rows < kEarlyRows; ++early_rows) next_early();
-        }
         if (parts == 1 && first + pass_octets < octets) __syncthreads();
     }
 }

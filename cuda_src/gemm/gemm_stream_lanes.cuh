@@ -1,4 +1,4 @@
-// Weights and products of a warp in decoding steps of up to four tokens, and the ring of any warp (gemm_stream.cu).
+// Weights and products of a warp in decoding steps (gemm_stream.cu).
 //
 // An octet is eight weight rows (gated: four of the gate and their counterparts), a step 64 bytes of each. Lane 4g + t of
 // a step has the 16 bytes t of row g. It copies them into its warp's ring in shared memory and is the only one to read
@@ -34,70 +34,52 @@ struct Size {
     static constexpr int value = N;
 };
 
-// The codes of a lane's 16 bytes as pairs of operands, eight weights in each `pair[j]`.
-template <typename Weights, int PARTS>
-RTK_DEVICE void stream_pairs(const Raw<16>& raw, const CodeOptions& options, u32& flags, u32 (&pair)[PARTS][4]) {
-#pragma unroll
-    for (int j = 0; j < PARTS; ++j) {
-        if constexpr (PARTS == 1) {
-            Weights::pairs(raw, 0u, options, pair[j]);
-        } else if constexpr (PARTS == 2) {
-            const Raw<8> codes = {{raw.w[2 * j], raw.w[2 * j + 1]}};
-            if constexpr (Weights::kFlagged) flags = Weights::flag(flags, codes);
-            Weights::pairs(codes, 0u, options, pair[j]);
-        } else {
-            Weights::pairs(Raw<4>{{raw.w[j]}}, 0u, options, pair[j]);
-        }
-    }
-}
-
-// True if a lane of row g has seen a NaN code.
-RTK_DEVICE bool stream_flagged(u32 flags, int g) {
-    const u32 lanes = __ballot_sync(0xffffffffu, (flags & 0x80808080u) != 0u);
-    return (lanes >> (4 * g) & 15u) != 0u;
-}
-
-template <typename Codes, typename Math>
+// QUADS: of tokens.
+template <typename Codes, typename Math, int QUADS>
 struct StreamLanes {
-    static constexpr int kOctets = 1, kTokenGroups = 1;  // of a unit of work; four tokens each
     using Operand = typename StreamOperand<Codes, Math>::Type;
     using Weights = WeightCodes<Codes, Operand>;
     static constexpr bool kCodes = Weights::kBits < 16;
     static constexpr int kParts = 16 / Weights::kBits;  // of eight weights, that a lane has of a step
     static constexpr int kDepth = 32 * kParts;          // of k, in a step
     static constexpr int kGroupSteps = 128 / kDepth;    // that share a scale along k
-    static constexpr int kMany = kParts == 4 ? 2 : 6;   // steps at a time
-    static constexpr int kChains = kCodes ? 2 : 3;      // of products that depend on each other
-    using Sums = float[kChains][4];
+    static constexpr int kChains = kCodes ? 2 : QUADS == 1 ? 3 : 2;  // of products that depend on each other
+    using Sums = float[kChains][QUADS][4];
 
     Sums part;  // 16-bit weights: of all steps
-    float total;
+    float total[QUADS];
     u32 flags;
 
     RTK_DEVICE static void clear(Sums& sums) {
 #pragma unroll
         for (int c = 0; c < kChains; ++c)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[c][i] = 0.0f;
+            for (int q = 0; q < QUADS; ++q)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[c][q][i] = 0.0f;
     }
 
     RTK_DEVICE void clear() {
         flags = 0u;
         clear(part);
-        total = 0.0f;
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) total[q] = 0.0f;
     }
 
     RTK_DEVICE void add(const Sums& sums, float scale) {
-        float sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < kChains; ++c) sum += sums[c][0] + sums[c][3];
-        total = fmaf(sum, scale, total);
+        for (int q = 0; q < QUADS; ++q) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int c = 0; c < kChains; ++c) sum += sums[c][q][0] + sums[c][q][3];
+            total[q] = fmaf(sum, scale, total[q]);
+        }
     }
 
-    // Products of COUNT steps. `weights`: this lane's vector of the first one; x[0] + x_at: its activations;
+    // Products of COUNT steps. `weights`: this lane's vector of the first one; x[q] + x_at: its activations of quad q;
     // `scale`: of the first group of codes, null for 1.
     template <int COUNT>
-    RTK_DEVICE void steps(const CodeOptions& options, ptx::SharedAddress weights, const ptx::SharedAddress (&x)[1], int x_at,
+    RTK_DEVICE void steps(const CodeOptions& options, ptx::SharedAddress weights, const ptx::SharedAddress (&x)[QUADS], int x_at,
                           const float* scale) {
         constexpr int kGroups = (COUNT + kGroupSteps - 1) / kGroupSteps;
         Raw<16> raw[COUNT];
@@ -105,10 +87,12 @@ struct StreamLanes {
         for (int s = 0; s < COUNT; ++s) raw[s] = ptx::ld_shared_16(weights + 512 * s);
         if constexpr (!kCodes) {
 #pragma unroll
-            for (int s = 0; s < COUNT; ++s) {
-                const Raw<8> b = ptx::ld_shared_8(x[0] + (x_at + s * (2 * kDepth)));
-                mma_pair<Operand>(part[s % kChains], raw[s].w, {b.w[0], b.w[1]});
-            }
+            for (int s = 0; s < COUNT; ++s)
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) {
+                    const Raw<8> b = ptx::ld_shared_8(x[q] + (x_at + s * (2 * kDepth)));
+                    mma_pair<Operand>(part[s % kChains][q], raw[s].w, {b.w[0], b.w[1]});
+                }
         } else {
             Sums sums[kGroups];
 #pragma unroll
@@ -116,13 +100,24 @@ struct StreamLanes {
 #pragma unroll
             for (int s = 0; s < COUNT; ++s) {
                 u32 pair[kParts][4];
-                stream_pairs<Weights>(raw[s], options, flags, pair);
 #pragma unroll
-                for (int j = 0; j < kParts; j += 2) {
-                    const Raw<16> b = ptx::ld_shared_16(x[0] + (x_at + s * (2 * kDepth) + j * 64));
-                    mma_pair<Operand>(sums[s / kGroupSteps][0], pair[j], {b.w[0], b.w[1]});
-                    mma_pair<Operand>(sums[s / kGroupSteps][1], pair[j + 1], {b.w[2], b.w[3]});
+                for (int j = 0; j < kParts; ++j) {
+                    if constexpr (kParts == 2) {
+                        const Raw<8> codes = {{raw[s].w[2 * j], raw[s].w[2 * j + 1]}};
+                        if constexpr (Weights::kFlagged) flags = Weights::flag(flags, codes);
+                        Weights::pairs(codes, 0u, options, pair[j]);
+                    } else {
+                        Weights::pairs(Raw<4>{{raw[s].w[j]}}, 0u, options, pair[j]);
+                    }
                 }
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q)
+#pragma unroll
+                    for (int j = 0; j < kParts; j += 2) {
+                        const Raw<16> b = ptx::ld_shared_16(x[q] + (x_at + s * (2 * kDepth) + j * 64));
+                        mma_pair<Operand>(sums[s / kGroupSteps][0][q], pair[j], {b.w[0], b.w[1]});
+                        mma_pair<Operand>(sums[s / kGroupSteps][1][q], pair[j + 1], {b.w[2], b.w[3]});
+                    }
             }
 #pragma unroll
             for (int i = 0; i < kGroups; ++i) add(sums[i], scale != nullptr ? scale[i] : 1.0f);
@@ -135,54 +130,48 @@ struct StreamLanes {
 
     // NaN for rows with a NaN weight that the conversion does not preserve.
     RTK_DEVICE void settle_flags(int g) {
-        if constexpr (Weights::kFlagged)
-            if (stream_flagged(flags, g)) total = __uint_as_float(0x7fffffffu);
-    }
-
-    // Writes the sums of an octet, [token][row].
-    RTK_DEVICE void put(float* sums, int, int, int m, int g, int t) const {
-        if (t < m) sums[t * 8 + g] = total;
+        if constexpr (Weights::kFlagged) {
+            const u32 lanes = __ballot_sync(0xffffffffu, (flags & 0x80808080u) != 0u);
+            if ((lanes >> (4 * g) & 15u) != 0u) {
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) total[q] = __uint_as_float(0x7fffffffu);
+            }
+        }
     }
 };
 
-// The ring of a warp. Slots: steps of `kOctets` octets, followed by their scales [octet][row][group].
+// The ring of a warp.
 template <typename Lanes>
 struct StreamSlots {
     ptx::SharedAddress own;      // of this lane, in slot 0
     float* scales;               // of this lane's row, in slot 0
     int slot_steps, slot_bytes;  // of a slot
     bool scaled;
-    static constexpr int kStep = 512 * Lanes::kOctets, kOctetScales = 8 * kSlotGroups;
+    static constexpr int kMany = Lanes::kParts == 4 ? 2 : 6;  // steps at a time
 
-    RTK_DEVICE static int bytes_of(int steps, bool scaled) {
-        return kStep * steps + (scaled ? 4 * kOctetScales * Lanes::kOctets : 0);
-    }
+    RTK_DEVICE static int bytes_of(int steps, bool scaled) { return 512 * steps + (scaled ? 32 * kSlotGroups : 0); }
 
     // Issues the loads of `count` steps from `first` on; zeros behind the end of rows.
     RTK_DEVICE void fetch(const DecodeWeights& from, int slot, int lane, int octet, int first, int count) const {
         const int at = first * 64 + lane % 4 * 16;
+        const u8* source = from.data + from.row(octet, lane / 4) * from.pitch + at;
         const int limit = static_cast<int>(from.row_bytes) - at;
-#pragma unroll
-        for (int o = 0; o < Lanes::kOctets; ++o) {
-            const i64 row = from.row(octet + o, lane / 4);
-            const u8* source = from.data + row * from.pitch + at;
-            ptx::SharedAddress to = own + (slot * slot_bytes + 512 * o);
+        ptx::SharedAddress to = own + slot * slot_bytes;
 #pragma unroll 2
-            for (int s = 0; s < count; ++s, to += kStep, source += 64) ptx::cp_async_16_stream(to, source, 64 * s < limit ? 16 : 0);
-            if constexpr (Lanes::kCodes) {
-                if (scaled) {
-                    const float* const scale = from.scale + (row >> from.scale_shift) * from.scale_row;
-                    ptx::cp_async_4_partial(
-                        ptx::shared_address(scales + (slot * slot_bytes / 4 + o * kOctetScales + lane % 4)),
-                        scale + min(first / Lanes::kGroupSteps + lane % 4, from.groups - 1) * from.scale_group, 4);
-                }
+        for (int s = 0; s < count; ++s, to += 512, source += 64) ptx::cp_async_16_stream(to, source, 64 * s < limit ? 16 : 0);
+        if constexpr (Lanes::kCodes) {
+            if (scaled) {
+                const float* const scale = from.scale + (from.row(octet, lane / 4) >> from.scale_shift) * from.scale_row;
+                ptx::cp_async_4_partial(ptx::shared_address(scales + (slot * slot_bytes / 4 + lane % 4)),
+                                        scale + min(first / Lanes::kGroupSteps + lane % 4, from.groups - 1) * from.scale_group, 4);
             }
         }
     }
 
-    // Adds the products of `count` steps; x[i]: this lane's part of a token's row, `x_at` bytes before the first step.
-    RTK_DEVICE void multiply(Lanes& sums, const CodeOptions& options, int slot, int count,
-                             const ptx::SharedAddress (&x)[Lanes::kTokenGroups], int x_at) const {
+    // Adds the products of `count` steps; x[q]: this lane's part of a token's row, `x_at` bytes before the first step.
+    template <int QUADS>
+    RTK_DEVICE void multiply(Lanes& sums, const CodeOptions& options, int slot, int count, const ptx::SharedAddress (&x)[QUADS],
+                             int x_at) const {
         const ptx::SharedAddress weights = own + slot * slot_bytes;
         const float* const scale = scales + slot * slot_bytes / 4;
         int s = 0;
@@ -190,11 +179,11 @@ struct StreamSlots {
             constexpr int kCount = decltype(size)::value;
 #pragma unroll 1
             for (; s + kCount <= count; s += kCount)
-                sums.template steps<kCount>(options, weights + kStep * s, x, x_at + s * (2 * Lanes::kDepth),
+                sums.template steps<kCount>(options, weights + 512 * s, x, x_at + s * (2 * Lanes::kDepth),
                                             scaled ? scale + s / Lanes::kGroupSteps : nullptr);
         };
-        next(Size<Lanes::kMany>{});
-        if constexpr (Lanes::kMany > 2) next(Size<2>{});
+        next(Size<kMany>{});
+        if constexpr (kMany > 2) next(Size<2>{});
         next(Size<1>{});
     }
 };

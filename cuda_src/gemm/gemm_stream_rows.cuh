@@ -26,8 +26,7 @@ struct StreamRows {
         const int inside = v % (4 * kParts), j = inside % kParts;
         return v / (4 * kParts) * (64 * kParts) + j / 2 * 128 + inside / kParts * 32 + j % 2 * 8;
     }
-    // The token, and the offset of the words, that lane 4g + t of a step reads.
-    RTK_DEVICE static int lane_token(int, int g) { return g / 2; }
+    // Offset of the words that lane 4g + t of a step reads.
     RTK_DEVICE static int lane_place(int g, int t) { return t * (2 * kOdd) + g % 2 * kOdd; }
 
     RTK_DEVICE static void put(ptx::SharedAddress at, const Raw<16>& raw) {

@@ -3,8 +3,9 @@
 ``generation.step`` opens a context around the model's forward. Inside of it, fused layers with few rows run
 ``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention,
 the output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes
-weights, so these products load them before the previous kernel has ended. What a layer cannot do here runs as usual,
-and the report says why.
+weights, so these products load them before the previous kernel has ended. For more rows, products are cuBLAS's, with
+norms and gates of their own; residual sums stay inside. What a layer cannot do here runs as usual, and the report says
+why.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import rtkernels
 from rtkernels.models import attention as attentions
 from rtkernels.models import decode_experts, replace, served
 from rtkernels.models.lazy import as_tensors
@@ -31,7 +33,8 @@ from rtkernels.runtime.invariance import level
 from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.kinds import meta_of
 
-MAX_ROWS = 32  # of a step; docs/decisions/gemm.md has the measurements
+MAX_ROWS = 64  # of a step; docs/decisions/gemm.md has the measurements
+OWN_ROWS = 8  # up to which products are those of `decode_linear`
 _HALVES = (torch.bfloat16, torch.float16)
 _NORMS = ("rms_norm", "served_norm")
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -129,8 +132,10 @@ class _Unsupported(Exception):
 
 def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
     """Return the weights of linear layers as one matrix, its scales and biases, and if no kernel writes these now."""
-    weights, scale = [linear.weight for linear in linears], None
+    weights, scale, few = [linear.weight for linear in linears], None, row_count(x.shape) <= OWN_ROWS
     if all(_is_served(linear) and not is_watched(linear) for linear in linears):
+        if not few:
+            raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
         scale = adjacent([linear.weight_scale_inv for linear in linears])
         if scale is None or any(linear.out_features % served.BLOCK for linear in linears[:-1]):
             raise _Unsupported("scales of its projections are not adjacent in memory")
@@ -171,6 +176,8 @@ def product(
         _Unsupported: The kernel does not compute it.
     """
     weight, scale, bias, constant = _matrix(x, linears)
+    if row_count(x.shape) > OWN_ROWS:
+        return _by_blas(x, weight, bias, norm, act, residual, factor)
     if x.is_cuda:
         reason = decode_linear.unsupported(x, weight, scale, gated=act is not None, norm=norm is not None)
         if reason is not None:
@@ -182,6 +189,26 @@ def product(
     return decode_linear.FORWARD.call(
         x, weight, scale, bias, residual, gain, None, act, act is not None, constant, eps, offset, float(factor)
     )
+
+
+def _by_blas(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.Module | None, act: str | None, residual: Tensor | None,
+    factor: float,
+) -> Tensor:  # fmt: skip
+    """Return the same as :func:`product`, for so many rows that cuBLAS reads the weights faster."""
+    if norm is not None:
+        eps, offset = _numbers(norm)
+        x = rtkernels.rms_norm(x, norm.weight, eps=eps, offset=offset)
+    rows = x.reshape(-1, x.shape[-1])
+    if residual is not None and bias is None:
+        result = torch.addmm(residual.reshape(-1, weight.shape[0]), rows, weight.t(), alpha=factor)
+    else:
+        result = nn.functional.linear(rows, weight, bias)
+        if act is not None:
+            result = rtkernels.glu(result, act=act)
+        if residual is not None:
+            result = torch.add(residual.reshape(result.shape), result, alpha=factor)
+    return result.view(*x.shape[:-1], -1)
 
 
 def _numbers(norm: nn.Module) -> tuple[float, float]:
@@ -311,7 +338,7 @@ def attends(layer: Any, mask: Any, q_heads: int) -> bool:
 
 def head(module: nn.Module, x: Any) -> Tensor | None:
     """Return the logits of a step, None if the head must compute them as usual."""
-    if not is_step(x) or is_watched(module):
+    if not is_step(x) or row_count(x.shape) > OWN_ROWS or is_watched(module):
         return None
     try:
         return product(x, (module,))

@@ -1,4 +1,4 @@
-"""Products of decoding steps, up to 32 rows whose weights are read once: kernel records and launches.
+"""Products of decoding steps, up to 16 rows whose weights are read once: kernel records and launches.
 
 A backend of ``product``: 16-bit activations, weights of 16, 8 or 4 bits, every target from sm_80 on. The op
 ``decode_linear`` adds a norm in front.
@@ -14,23 +14,21 @@ from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.targets import Target
 
-MAX_ROWS = 32
-_REGISTER_ROWS = 16  # up to which weights can be loaded into registers, not streamed through shared memory
-_STREAM_ROWS = (4, 8, 16, 32)  # of the variants that stream; all but the first take two octets at a time
+MAX_ROWS = 16
+_STREAM_ROWS = 4  # up to which weights are streamed through shared memory, not loaded into registers
 
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster, which share k
 _CLUSTER = 100  # what another block of a cluster costs, in units of the estimate
 _ALONE = 130  # what a block costs that leaves no memory for one of the next launch
-_ROW_COST = 0.04  # what a row of activations of a block costs for each step
 _LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks, if they are loaded into registers
 _SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
 _RING = 4  # slots of a warp that streams
 _SCALES = 128  # bytes of scales of such a slot
-_STEPS = {2: 6, 1: 8, 0.5: 4}  # of such a slot and one octet, at the most; by the bytes of a weight
-_STATIC = {True: 2304, False: 2048}  # shared memory that is not dynamic, and what the driver takes; if weights stream
+_STEPS = {2: 6, 1: 8, 0.5: 4}  # of such a slot, at the most; by the bytes of a weight
+_STATIC = {True: 2112, False: 2048}  # shared memory that is not dynamic, and what the driver takes; if weights stream
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes",
@@ -51,10 +49,8 @@ KERNEL = Kernel(
     variants=[(*types, tokens) for types in _TYPES_OF for tokens in (1, 2)],
 )  # fmt: skip
 STREAM = Kernel(
-    "gemm/gemm_stream.cu", "gemm_stream", template="Codes Math TOKENS", max_registers=128, tier="serve", args=_ARGS,
-    variants=[
-        (*types, tokens) for types in _TYPES_OF for tokens in (_STREAM_ROWS[:1] if types[0] == "int8_codes" else _STREAM_ROWS)
-    ],
+    "gemm/gemm_stream.cu", "gemm_stream", template="Codes Math QUADS", max_registers=128, tier="serve", args=_ARGS,
+    variants=[(*types, 1) for types in _TYPES_OF],
 )  # fmt: skip
 KERNELS = (KERNEL, STREAM)
 
@@ -121,14 +117,8 @@ def _steps_of(p: Product) -> tuple[int, int]:
 
 def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
     """Return the shape of a launch, None if none fits. Weights go to registers if rings leave no room for rows of a."""
-    has_kernel = p.m <= _STREAM_ROWS[0] or p.b.token != "int8"
-    streamed = _fastest(p, target, sms, normed, True) if has_kernel else None
-    return streamed or (_fastest(p, target, sms, normed, False) if p.m <= _REGISTER_ROWS else None)
-
-
-def unit(m: int, streams: bool) -> int:
-    """Return the octets that a warp multiplies at a time."""
-    return 2 if streams and m > _STREAM_ROWS[0] else 1
+    streamed = _fastest(p, target, sms, normed, True) if p.m <= _STREAM_ROWS else None
+    return streamed or _fastest(p, target, sms, normed, False)
 
 
 def _fastest(p: Product, target: Target, sms: int, normed: bool, streams: bool) -> Shape | None:
@@ -136,22 +126,21 @@ def _fastest(p: Product, target: Target, sms: int, normed: bool, streams: bool) 
 
     The unit of the estimate is the time in which an SM reads 512 bytes.
     """
-    octets, together = -(-p.n // (4 if p.gate else 8)), unit(p.m, streams)
+    octets = -(-p.n // (4 if p.gate else 8))
     granules, granule = _steps_of(p)
     if not streams and p.m <= 8 and p.n * p.k * BYTES[p.b.token] >= _LARGE:  # registers of more rows do not allow it
         sms *= 2
     limit, half = largest(target), (shared_limit(target) + 1024) // 2 - _STATIC[streams]
     found: list[tuple[float, Shape]] = []
     for parts in _PARTS if "cluster" in target.features else (1,):
-        if parts > granules or (parts > 2 and found and together == 1):  # clusters of four leave SMs without a block
+        if parts > granules or (parts > 2 and found):  # clusters of four leave SMs without a block
             break
         own = -(-octets // max(sms // parts, 1))
-        own = -(-own // together) * together
         for row_shift in range(4):
             along_k, along_rows = _WARPS >> row_shift, 1 << row_shift
             own_granules = -(-granules // parts)
             per_octet = -(-own_granules // along_k) * granule
-            rounds = -(-own // (along_rows * together)) * together
+            rounds = -(-own // along_rows)
             sizes = {
                 steps: _shared(p, own, own_granules * granule, row_shift, parts, normed, steps if streams else 0)
                 for steps in range(_slot_steps(p, streams), 0, -granule)
@@ -162,8 +151,8 @@ def _fastest(p: Product, target: Target, sms: int, normed: bool, streams: bool) 
             slots = -(-per_octet // longest)
             balanced = -(-per_octet // slots)
             steps = -(-balanced // granule) * granule
-            shared, passes = sizes[steps], -(-own // _together(p.m, along_k, own, streams))
-            time = _WARPS * rounds * (per_octet + slots) + 12 * passes + _ROW_COST * p.m * own_granules * granule
+            shared, passes = sizes[steps], -(-own // _together(p.m, along_k, own))
+            time = _WARPS * rounds * (per_octet + slots) + 12 * passes
             time += _CLUSTER * (parts - 1) + _ALONE * (shared > half)
             found.append((time, Shape(parts, own, row_shift, steps, shared, streams)))
     return min(found)[1] if found else None
@@ -174,18 +163,14 @@ def largest(target: Target) -> int:
     return shared_limit(target) - 2048
 
 
-def _together(m: int, along_k: int, octets: int, streams: bool) -> int:
-    """Return the octets of a pass: for more than four rows that stream, as many as their residuals are loaded early."""
-    size = unit(m, streams)
-    most = min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets + octets % size, 8 if size > 1 else 32)
-    return max(most // size, 1) * size
+def _together(m: int, along_k: int, octets: int) -> int:
+    """Return the octets of a pass."""
+    return min(_SUMS * (2 if m > 8 else 1) // (32 * m * along_k), octets, 32)
 
 
 def _slot_steps(p: Product, streams: bool) -> int:
     """Return the steps that a slot has at the most."""
-    if streams:
-        return _STEPS[BYTES[p.b.token]] // unit(p.m, True)
-    return 4 if BYTES[p.b.token] < 1 else 6
+    return _STEPS[BYTES[p.b.token]] if streams else 4 if BYTES[p.b.token] < 1 else 6
 
 
 def _shared(
@@ -193,11 +178,10 @@ def _shared(
 ) -> int:  # fmt: skip
     """Return the bytes of shared memory of a block; `ring_steps`: of a slot in it, 0 if slots are registers."""
     row = steps * int(128 / BYTES[p.b.token])
-    along_k, streams = _WARPS >> row_shift, ring_steps > 0
-    together = _together(p.m, along_k, octets, streams)
+    along_k = _WARPS >> row_shift
+    together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    slot = unit(p.m, streams) * (512 * ring_steps + _SCALES * _varies(p.scale_b, p.k))
-    rings = _WARPS * _RING * slot if streams else 0
+    rings = _WARPS * _RING * (512 * ring_steps + _SCALES * _varies(p.scale_b, p.k)) if ring_steps else 0
     return rings + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
@@ -231,12 +215,9 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     )  # fmt: skip
     types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
     along_k = _WARPS >> shape.row_shift
-    if shape.streams:
-        kernel, variant = STREAM, next(rows for rows in _STREAM_ROWS if p.m <= rows)
-    else:
-        kernel, variant = KERNEL, 2 if p.m > 8 else 1
+    kernel, tokens = (STREAM, _STREAM_ROWS) if shape.streams else (KERNEL, 8)
     launch = kernel.bind(
-        (_CODES[p.b.token], p.a.token, variant),
+        (_CODES[p.b.token], p.a.token, 2 if p.m > tokens else 1),
         device,
         (shape.parts, -(-octets // shape.octets)),
         32 * _WARPS,
@@ -247,7 +228,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     numbers = (
         p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
         s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
-        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets, shape.streams),
+        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets),
         shape.steps, flags,
         sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
