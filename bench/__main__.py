@@ -290,18 +290,17 @@ def _readme(args: argparse.Namespace) -> int:
     measured = {(row["row"], row["shape"]): row for row in numbers["rows"]}
     top, docs = meta.ROOT / "README.md", meta.ROOT / "docs"
     e2e, policy = headline.recorded()
-    steps, layers = headline.recorded_steps()
     released = history.releases((meta.ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     owners = html.owners()
     drawn = pictures.all_pictures(numbers, owners, e2e, policy)
     fresh = {
         top: readme.rewritten(
             top.read_text(encoding="utf-8"),
-            headline.headline(numbers, e2e, policy, strong_peers.recorded(file.stem), steps),
+            headline.headline(numbers, e2e, policy, strong_peers.recorded(file.stem)),
         ),
         docs / "performance.md": readme.page(numbers, rows, sorted(drawn)),
         docs / "performance.html": html.page(html.entries([numbers], owners, released)),
-        docs / "measured_models.md": models_page.page(e2e, policy, steps, layers),
+        docs / "measured_models.md": models_page.page(e2e, policy, headline.recorded_parts()),
         expected.FILE: expected.module(numbers, e2e),
         **{pictures.FOLDER / name: text for name, text in drawn.items()},
     }

@@ -2,7 +2,7 @@
 
 Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. A new result replaces
 that of the same command, model, number of layers and state of the cache. Several files of the same command are parts of
-one run: their arms become one result. Arms that failed are left out.
+one run: their arms become one result, and so do the rows of ``e2e infer --rows``. What failed is left out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 
 from bench.e2e import gates, infer, post
 
+ROWS = "decode_rows"  # kind of the files of ``e2e infer --rows``
 FOLDER = Path(__file__).parents[1] / "results" / "e2e"
 
 
 def name_of(result: dict[str, Any]) -> str:
-    """Return the label of a result: "train dense", "infer dense, 4 layers", "train dense, cold"."""
+    """Return the label of a result: "train dense", "infer dense, 4 layers", "train dense, cold", "generate"."""
+    if result["kind"] == ROWS:
+        return "generate"
     more = [result["step"]] if "step" in result else []
     more += [f"{result['layers']} layers"] if result.get("layers") else []
     return ", ".join([f"{result['kind']} {result['model']}", *more, *(["cold"] if result.get("cold") else [])])
@@ -52,19 +55,21 @@ def main(argv: list[str] | None = None) -> int:
     new: dict[str, Any] = {}
     for path in args.files:
         result = json.loads(path.read_text())
-        failed = [arm for arm, record in result["arms"].items() if "failed" in record]
+        parts = "rows" if result["kind"] == ROWS else "arms"
+        failed = [arm for arm, record in result[parts].items() if "failed" in record]
         if failed:
             print(f"bench e2e record: {path} is not taken as a whole: {', '.join(failed)} failed", file=sys.stderr)
-        if len(failed) == len(result["arms"]):
+        if len(failed) == len(result[parts]):
             return 2
-        arms = {arm: record for arm, record in result["arms"].items() if arm not in failed}
+        taken = {arm: record for arm, record in result[parts].items() if arm not in failed}
         name = name_of(result)
         if name in new and _source(new[name]) != _source(result):
             sources = f"measured of source {_source(result)}; expected {_source(new[name])}"
             print(f"bench e2e record: {path}: {sources}, that of the other parts of {name!r}", file=sys.stderr)
             return 2
-        new[name] = {**result, "arms": {**new.get(name, {}).get("arms", {}), **arms}}
-        new[name]["gates"] = _gates(new[name])
+        new[name] = {**result, parts: {**new.get(name, {}).get(parts, {}), **taken}}
+        if parts == "arms":
+            new[name]["gates"] = _gates(new[name])
     results |= new
     args.to.write_text(json.dumps({"schema": 2, "results": dict(sorted(results.items()))}, indent=1) + "\n")
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench import meta
 from bench.report import tables as report
-from bench.report.models_page import steps_of
+from bench.report.models_page import steps_of, token_ms
 
 HEAD = "| on one NVIDIA H200 |"
 _NAMES = {"hf": "transformers", "transformers": "transformers", "liger": "Liger", "compile": "torch.compile"}
@@ -27,6 +27,7 @@ _MODELS = (
 _TOKENS = (
     ("a token of `generate()`, batch 1, dense model of 0.89 B", ("qwen3_09b", 128, 1), "generate"),
     ("a token of `generate()`, batch 1, six Llama layers of 2048", ("llama", 128, 1), "generate"),
+    ("a token each of `generate()`, batch 32, dense model of 0.89 B", ("qwen3_09b", 128, 32), "generate"),
 )
 _POLICIES = (
     ("robot policy of pi0.5's shape, one CUDA graph", "rtkernels bf16"),
@@ -56,7 +57,6 @@ _STRONG_NAMES = {"rms_norm_bwd": "rmsnorm_bwd"}  # rows that are called otherwis
 
 def headline(
     accepted: dict[str, Any], e2e: dict[str, Any], policy: dict[str, Any], strong: dict[str, Any] | None = None,
-    tuning: dict[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
     """The lines of the README's table; what was not recorded is left out.
 
@@ -65,9 +65,8 @@ def headline(
         e2e: That of ``bench/results/e2e/<gpu>.json``.
         policy: That of ``bench/results/vla/<gpu>.json``.
         strong: That of ``bench/results/peers/<gpu>.json``. Where an op gains less in that run, the line is that run's.
-        tuning: A tuning run with rows of ``generate()``, which has no peers.
     """
-    body = [*_models(e2e), *_tokens(tuning), *_policies(policy), *_layers(accepted), *_ops(accepted, strong)]
+    body = [*_models(e2e), *_tokens(e2e), *_policies(policy), *_layers(accepted), *_ops(accepted, strong)]
     return report.table([HEAD.strip("| "), "what", "ours", "fastest peer", "faster by", "recorded"], body)
 
 
@@ -78,21 +77,26 @@ def recorded() -> tuple[dict[str, Any], dict[str, Any]]:
     return e2e, policy
 
 
-def recorded_steps() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The newest tuning runs with rows of ``generate()``, and with the parts of the policy."""
-    files = (meta.RESULTS / "tuning" / f"h200-2026-11-18-{name}.json" for name in ("decode-short", "layers"))
-    steps, layers = (json.loads(path.read_text(encoding="utf-8")) for path in files)
-    return steps, layers
+def recorded_parts() -> dict[str, Any]:
+    """The newest tuning run with the parts of the policy."""
+    return json.loads((meta.RESULTS / "tuning" / "h200-2026-11-18-layers.json").read_text(encoding="utf-8"))
 
 
-def _tokens(tuning: dict[str, Any] | None) -> list[list[str]]:
-    """Lines of ``generate()``: device time of a token, tokens per second at that time, part of memory speed."""
+def _tokens(e2e: dict[str, Any]) -> list[list[str]]:
+    """Lines of ``generate()``: time of a token, tokens per second, part of memory speed; transformers' beside it."""
     body = []
-    for what, key, arm in _TOKENS if tuning else ():
-        row = steps_of(tuning)[key][arm]
-        ms = row["replay_ms"]
+    generated = e2e.get("results", {}).get("generate")
+    for what, key, arm in _TOKENS if generated else ():
+        arms = steps_of(generated).get(key, {})
+        if (row := arms.get(arm)) is None:
+            continue
+        ms, peer = token_ms(row), arms.get("hf_compile")
         speed = f"{1000 * key[2] / ms:.0f} tokens/s, {100 * row['floor_ms'] / ms:.0f} % of memory speed"
-        body.append(["model", f"{what}: {speed}", f"{ms:.2f} ms", "-", "-", tuning["date"]])
+        other = (
+            [f"transformers with torch.compile {peer['ms_per_token']:.2f} ms", f"{peer['ms_per_token'] / ms:.2f} x"]
+            if peer else ["-", "-"]
+        )  # fmt: skip
+        body.append(["model", f"{what}: {speed}", f"{ms:.2f} ms", *other, generated["environment"]["date"][:10]])
     return body
 
 

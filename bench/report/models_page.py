@@ -24,9 +24,9 @@ _OURS = {"ours": "`fused_layers`, `attention`"}  # what the arm means in inferen
 _INTRODUCTION = """\
 # Measured models
 
-Written by `python -m bench readme` from `bench/results/e2e/h200.json`, `bench/results/vla/h200.json` and a tuning run.
-[benchmarks.md](benchmarks.md) describes the commands, [performance.md](performance.md) has single ops and layers, and
-[decisions/models.md](decisions/models.md) has profiles.
+Written by `python -m bench readme` from `bench/results/e2e/h200.json`, `bench/results/vla/h200.json` and, for parts of
+the policy, a tuning run. [benchmarks.md](benchmarks.md) describes the commands, [performance.md](performance.md) has
+single ops and layers, and [decisions/models.md](decisions/models.md) has profiles.
 
 "dense" has 0.89 B parameters in the shape of Qwen3; "moe" has 2.15 B, with 32 experts of which 4 are chosen per
 token.
@@ -47,18 +47,15 @@ _NOTES = {
 }
 _GENERATED = {
     "qwen3_06b": "Qwen3, 0.6 B", "qwen3_09b": "Qwen3, 0.9 B (dense)", "llama": "Llama-like, 6 layers of 2048",
+    "qwen3_8b_8": "Qwen3, 8 layers of 8 B", "gemma3": "Gemma 3-like", "qwen3_moe": "Qwen3-MoE-like",
 }  # fmt: skip
 _TITLES = {"train": "Training", "infer": "Inference", "parity": "Parity with transformers"}
 
 
 def page(
-    e2e: dict[str, Any], policy: dict[str, Any], tuning: dict[str, Any] | None = None,
-    layers: dict[str, Any] | None = None,
+    e2e: dict[str, Any], policy: dict[str, Any], layers: dict[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """The text of docs/measured_models.md.
-
-    `tuning` is a tuning run with rows of ``generate()``, `layers` one with the parts of the policy.
-    """
+    """The text of docs/measured_models.md; `layers` is a tuning run with the parts of the policy."""
     lines = [_INTRODUCTION, ""]
     for kind, title in _TITLES.items():
         found = {name: result for name, result in sorted(e2e["results"].items()) if name.startswith(kind)}
@@ -68,8 +65,8 @@ def page(
             for name, result in found.items():
                 lines += [f"### {name.removeprefix(kind).strip()}", "", *_table(kind, result), "", _source(result), ""]
         lines += _families(families)
-        if kind == "infer" and tuning is not None:
-            lines += _generate(tuning)
+        if kind == "infer" and "generate" in e2e["results"]:
+            lines += _generate(e2e["results"]["generate"])
     return "\n".join([*lines, *_policy(policy), *(_parts(layers) if layers else []), ""])
 
 
@@ -96,43 +93,56 @@ def _parts(layers: dict[str, Any]) -> list[str]:
     ]
 
 
-def steps_of(tuning: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
-    """Return the rows of ``generate()`` in a tuning run: by model, prompt and batch, then by arm."""
-    (rows,) = (part for name, part in tuning.items() if name.startswith("generate() rows"))
+def steps_of(generated: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
+    """Return the recorded rows of ``generate()``: by model, prompt and batch, then by arm."""
     found: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
-    for name, row in rows.items():
-        if isinstance(row, dict):
-            model, arm, prompt, batch = name.split()
-            found.setdefault((model, int(prompt), int(batch)), {})[arm] = row
+    for name, row in generated["rows"].items():
+        model, arm, prompt, batch = name.split()
+        found.setdefault((model, int(prompt), int(batch)), {})[arm] = row
     return dict(sorted(found.items()))
 
 
-def _generate(tuning: dict[str, Any]) -> list[str]:
+def token_ms(row: dict[str, Any]) -> float:
+    """Return the milliseconds of a token, the difference of two calls; at least those of a replay, which is exact."""
+    return max(row["ms_per_token"], row.get("replay_ms", 0.0))
+
+
+def _generate(generated: dict[str, Any]) -> list[str]:
     def cells(batch: int, row: dict[str, Any] | None) -> list[str]:
         if row is None:
             return ["-", "-", "-"]
-        ms = row["replay_ms"]
-        return [f"{ms:.3f}", f"{1000 * batch / ms:.0f}", f"{100 * row['floor_ms'] / ms:.0f} %"]
+        ms, replay = token_ms(row), row.get("replay_ms")
+        device = f"{replay:.3f}" if replay else "no graph"
+        return [f"{ms:.3f} ({device})", f"{1000 * batch / ms:.0f}", f"{100 * row['floor_ms'] / ms:.0f} %"]
 
     body = [
         [_GENERATED[model], f"{prompt}", f"{batch}", *cells(batch, arms.get("generate")),
-         *cells(batch, arms.get("generate_fp8"))]
-        for (model, prompt, batch), arms in steps_of(tuning).items()
+         *cells(batch, arms.get("generate_fp8")), _compiled(arms)]
+        for (model, prompt, batch), arms in steps_of(generated).items()
     ]  # fmt: skip
-    one = ["ms", "tokens/s", "of memory speed"]
+    one = ["ms (replay)", "tokens/s", "of memory speed"]
     return [
         "## generate()",
         "",
-        "A decoding step of `generate()` of a patched model, replayed from its CUDA graph: device time, tokens per",
-        "second at that time, and the time that a copy of the bytes that a step reads would take, as a part of it.",
-        "From a tuning run without peers (`bench/results/tuning/h200-2026-11-18-decode-short.json`); the host was",
-        "busy with other work, so times of whole calls are not shown. fp8: `serve_fp8(model, head=True)`.",
+        "Time per token of `generate()` of a patched model, prompt excluded; in brackets device time of a replay of",
+        "the step's CUDA graph. Of memory speed: the time in which a copy moves the bytes that a token must read, as a",
+        "part of it. fp8: `serve_fp8(model, head=True)`. The last column is transformers in bf16 with a static cache",
+        'and `torch.compile(mode="reduce-overhead")`, and its time over ours in bf16. `bench e2e infer --rows`.',
         "",
-        *report.table(["", "prompt", "batch", *one, *(f"fp8: {title}" for title in one)], body),
+        *report.table(
+            ["", "prompt", "batch", *one, *(f"fp8: {title}" for title in one), "transformers, compiled: ms"], body
+        ),
         "",
-        f"{tuning['gpu']}, {tuning['date']}.",
+        _source(generated),
         "",
     ]
+
+
+def _compiled(arms: dict[str, dict[str, Any]]) -> str:
+    if "hf_compile" not in arms:
+        return "-"
+    ms = arms["hf_compile"]["ms_per_token"]
+    return f"{ms:.3f} ({ms / token_ms(arms['generate']):.2f} x)" if "generate" in arms else f"{ms:.3f}"
 
 
 def _families(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -171,7 +181,7 @@ def _families(found: dict[str, dict[str, Any]]) -> list[str]:
 def _source(result: dict[str, Any]) -> str:
     run = result["environment"]
     peers = "".join(
-        f", {name} {version}" for name, version in run["peers"].items() if version and name in result["arms"]
+        f", {name} {version}" for name, version in run["peers"].items() if version and name in result.get("arms", ())
     )
     return f"{run['gpu']}, torch {run['torch']}{peers}, {run['date'][:10]}."
 

@@ -217,6 +217,30 @@ def test_a_file_of_other_sources_is_not_continued(tmp_path: Path, capsys: pytest
     assert "measured of source these; expected other" in capsys.readouterr().err
 
 
+def test_rows_of_generate_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of one source become one table; a row that failed is left out; times below a replay are not shown."""
+    from bench.report import headline, models_page
+
+    row = {"ms_per_token": 1.0, "bytes": 10, "floor_ms": 0.5, "tokens_per_s": 1000, "efficiency": 0.5, "note": ""}
+    parts = (
+        {"qwen3_09b generate 128 1": {**row, "replay_ms": 1.25}, "qwen3_09b generate_fp8 128 1": {"failed": "x"}},
+        {"qwen3_09b hf_compile 128 1": {**row, "ms_per_token": 2.5}},
+    )
+    run = {"gpu": "NVIDIA H200", "torch": "2.11.0", "peers": {}, "date": "2026-11-19T00", "source": "s"}
+    files = [tmp_path / f"{i}.json" for i in range(2)]
+    for file, rows in zip(files, parts, strict=True):
+        file.write_text(json.dumps({"kind": "decode_rows", "rows": rows, "environment": run}))
+    to = tmp_path / "kept.json"
+    assert recording.main([*map(str, files), "--to", str(to)]) == 0
+    assert "generate_fp8 128 1 failed" in capsys.readouterr().err
+    e2e = json.loads(to.read_text())
+    assert list(e2e["results"]["generate"]["rows"]) == ["qwen3_09b generate 128 1", "qwen3_09b hf_compile 128 1"]
+    (line,) = headline._tokens(e2e)
+    assert "800 tokens/s, 40 % of memory speed" in line[1] and line[2] == "1.25 ms" and line[4] == "2.00 x"
+    page = "\n".join(models_page._generate(e2e["results"]["generate"]))
+    assert "| 1.250 (1.250) | 800 | 40 % | - | - | - | 2.500 (2.00 x) |" in page
+
+
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.main([str(tmp_path)]) == 2 and "no result files" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
