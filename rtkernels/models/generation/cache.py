@@ -1,14 +1,18 @@
-"""Keys and values at fixed addresses, with lengths that only the device knows.
+"""Keys, values and states at fixed addresses, with lengths that only the device knows.
 
 A row of the batch occupies its layer's memory from index 0, whatever padding its prompt had: the prompt's keys are
 moved there, and they are rotated already. Layers with a window are rings of as many keys as the window has; attention
-does not depend on the order of keys, so it needs only their number.
+does not depend on the order of keys, so it needs only their number. Linear attention, convolutions and state space
+models have states of one size, which every step updates in place.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 import rtkernels
@@ -17,11 +21,28 @@ from rtkernels.errors import RtkError
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+_KEYS = {DynamicLayer, DynamicSlidingWindowLayer}
+_STATES = {cache_utils.LinearAttentionLayer}
+_BOTH = {cache_utils.LinearAttentionAndFullAttentionLayer, cache_utils.LinearAttentionAndSlidingWindowAttentionLayer}
+_NOTHING = {kind for name in ("DummyLayer",) if (kind := getattr(cache_utils, name, None)) is not None}
+
+
+_INITIALIZED = {name: f"is_{name}_initialized" for name in ("conv_states", "recurrent_states")}
+
+
 def windows_of(cache: DynamicCache) -> list[int | None] | None:
-    """Return the window of every layer (None: all keys), or None if a layer is of another kind."""
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+    """Return the window of every layer with keys (None: all keys), or None if a layer is of an unknown kind."""
+    if any(type(layer) not in _KEYS | _STATES | _BOTH | _NOTHING for layer in cache.layers):
         return None
-    return [getattr(layer, "sliding_window", None) for layer in cache.layers]
+    return [getattr(layer, "sliding_window", None) for layer in cache.layers if type(layer) in _KEYS | _BOTH]
+
+
+def states_of(cache: Cache) -> list[Tensor]:
+    """Return the states of all layers, which steps update in place."""
+    return [
+        state for layer in cache.layers for name in _INITIALIZED for state in getattr(layer, name, {}).values()
+        if state is not None
+    ]  # fmt: skip
 
 
 class Lengths:
@@ -89,6 +110,31 @@ class FixedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
+class StateLayer(cache_utils.LinearAttentionLayer):
+    """The states of a layer like another, which a step updates in place; transformers' methods do so."""
+
+    def __init__(self, like: Any) -> None:
+        self.allocate(like)
+
+    def allocate(self, like: Any) -> None:
+        """Set the attributes of transformers' class. What the other layer does not have stays None."""
+        super().__init__(like.number_of_states)
+        self.dtype, self.device = like.dtype, like.device
+        for name in ("conv_kernel_size", "has_previous_state", *_INITIALIZED.values()):
+            setattr(self, name, dict(getattr(like, name)))
+        for name in _INITIALIZED:
+            states = getattr(like, name).items()
+            setattr(self, name, {i: None if old is None else torch.zeros_like(old) for i, old in states})
+
+
+class StateAndKeysLayer(StateLayer, FixedLayer):
+    """A layer that has both."""
+
+    def __init__(self, like: Any, lengths: Lengths) -> None:
+        FixedLayer.__init__(self, like, lengths)
+        self.allocate(like)
+
+
 class FixedCache(Cache):
     """A cache of fixed capacity for one batch size.
 
@@ -96,9 +142,10 @@ class FixedCache(Cache):
     """
 
     def __init__(self, like: DynamicCache | FixedCache, capacity: int) -> None:
-        first = like.layers[0].keys
+        with_keys = [layer for layer in like.layers if _has_keys(layer)]
+        first = with_keys[0].keys
         self.batch, self.capacity, self.device = first.shape[0], capacity, first.device
-        windows = [getattr(layer, "sliding_window", None) for layer in like.layers]
+        windows = [getattr(layer, "sliding_window", None) for layer in with_keys]
         kinds = {window: capacity if window is None else min(window, capacity) for window in windows}
         self.places = torch.zeros(len(kinds), 2, self.batch, dtype=torch.int32, device=self.device)
         self.lengths = {
@@ -107,13 +154,18 @@ class FixedCache(Cache):
         }
         rings = [0 if window is None else rows for window, rows in kinds.items()]  # as ``step_token`` reads them
         self.rings = torch.tensor(rings, dtype=torch.int64, device=self.device)
-        pairs = zip(like.layers, windows, strict=True)
-        super().__init__(layers=[FixedLayer(layer, self.lengths[window]) for layer, window in pairs])
+        super().__init__(layers=[self._layer(layer) for layer in like.layers])
         masks = {
             "full_attention" if window is None else "sliding_attention": lengths.seen.view(-1, 1, 1, 1)
             for window, lengths in self.lengths.items()
         }
         self.masks: Tensor | dict[str, Tensor] = masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _layer(self, like: Any) -> Any:
+        lengths = self.lengths[getattr(like, "sliding_window", None)] if _has_keys(like) else None
+        if isinstance(like, cache_utils.LinearAttentionLayer):
+            return StateLayer(like) if lengths is None else StateAndKeysLayer(like, lengths)
+        return type(like)() if lengths is None else FixedLayer(like, lengths)
 
     def begin(self, length: Tensor) -> None:
         """Prepare a step in which row ``i`` gets its token number ``length[i]``."""
@@ -121,7 +173,8 @@ class FixedCache(Cache):
             lengths.update(length)
 
     def load(self, prompt: DynamicCache, start: Tensor, columns: int) -> None:
-        """Copy the keys of a prompt of `columns` tokens; those of row ``i`` begin at column ``start[i]``."""
+        """Copy the keys and states of a prompt of `columns` tokens; row ``i`` begins at column ``start[i]``."""
+        self.set_states(states_of(prompt))
         first = start.view(-1, 1)
         for window, lengths in self.lengths.items():
             used = min(lengths.rows, columns)
@@ -129,7 +182,7 @@ class FixedCache(Cache):
             last = columns - first - 1
             token = slot if window is None else last - (last - slot) % window
             for layer, old in zip(self.layers, prompt.layers, strict=True):
-                if layer.lengths is lengths:
+                if getattr(layer, "lengths", None) is lengths:
                     stored = old.keys.shape[2]
                     column = (token + first - (columns - stored)).clamp(0, stored - 1)
                     for new, values in ((layer.k, old.keys), (layer.v, old.values)):
@@ -137,9 +190,20 @@ class FixedCache(Cache):
 
     def take(self, smaller: FixedCache) -> None:
         """Copy the contents of a cache of less capacity."""
+        self.set_states(states_of(smaller))
         for new, old in zip(self.layers, smaller.layers, strict=True):
-            _fill(new.k, old.k)
-            _fill(new.v, old.v)
+            if _has_keys(new):
+                _fill(new.k, old.k)
+                _fill(new.v, old.v)
+
+    def set_states(self, values: list[Tensor]) -> None:
+        """Copy the states of another cache with the same layers."""
+        for state, value in zip(states_of(self), values, strict=True):
+            state.copy_(value)
+
+
+def _has_keys(layer: Any) -> bool:
+    return getattr(layer, "keys", None) is not None
 
 
 def _fill(cache: Tensor, values: Tensor) -> None:

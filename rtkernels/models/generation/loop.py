@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from rtkernels.models import decoding
 from rtkernels.models.generation import STATE, select, supported
-from rtkernels.models.generation.cache import FixedCache, windows_of
+from rtkernels.models.generation.cache import FixedCache, states_of, windows_of
 from rtkernels.models.generation.follow import DEPTH, RandomState, Ring
 from rtkernels.models.generation.state import State
 from rtkernels.models.generation.step import Program, Rows
@@ -161,7 +161,7 @@ class _Call:
     def _check(self, program: Program, outputs: Any) -> None:
         """Compare a step of ours with one of transformers, once for each form of call.
 
-        The step is repeated afterwards, and then writes the same keys to the same place.
+        The step is repeated afterwards: it writes the same keys to the same place, from the same states.
 
         Raises:
             Refused: The logits differ, or the model cannot run a step over our cache.
@@ -170,10 +170,12 @@ class _Call:
         kwargs = model._update_model_kwargs_for_generation(outputs, dict(self.kwargs), is_encoder_decoder=False)
         ids = torch.cat([self.ids, program.rows.token], 1)
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        before = [state.clone() for state in states_of(program.cache)]
         wanted = model(**inputs, return_dict=True).logits[:, -1].double()
         reason = None
         try:
             error = _difference(program.logits(model).double(), wanted)
+            program.cache.set_states(before)
             if not error <= _TOLERANCE.get(model.dtype, 0.1):
                 reason = f"a step over our cache gives other logits (relative error {error:.2g})"
         except Exception as raised:  # a model that reads the cache in its own way

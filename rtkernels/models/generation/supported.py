@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.generation import GenerationMixin
 
 from rtkernels.models import replace
 from rtkernels.models.attention import NAME
+from rtkernels.models.fused_layers import form_of
 from rtkernels.models.generation import fields, select
 from rtkernels.models.generation.cache import windows_of
 from rtkernels.nn.fp8_linear import KeepsCodes
@@ -22,10 +24,14 @@ from rtkernels.runtime.torch_private import dispatch_modes
 _READ = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _PASSED = {"tokenizer", "assistant_tokenizer"}  # given to criteria before the loop; models ignore them
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_LAYERS = {
+    "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp",
+}  # fmt: skip
 _PLAIN = (bool, int, float, str, type(None))
 _KEPT = (*_PLAIN, FunctionType)  # settings of a module of torch or transformers that count
 _HOOKS = ("rtkernels.", "transformers.utils.output_capturing")  # the latter stay and rest after output_attentions=True
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
+_FORMS = {"dcbb5e7989623417"}  # of models whose prepare_inputs_for_generation only sets logits_to_keep
 
 
 def reason_against(
@@ -90,7 +96,9 @@ def _of_model(model: Any, ids: Tensor) -> str | None:
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return "the model's attention is not ours"
     for name in _METHODS:
-        if getattr(type(model), name) is not getattr(GenerationMixin, name) or name in model.__dict__:
+        own = getattr(type(model), name)
+        is_known = own is getattr(GenerationMixin, name) or _form_of(own) in _FORMS
+        if not is_known or name in model.__dict__:
             return f"the model has a {name} of its own"
     if any(tensor.device != ids.device for tensor in _tensors(model)):
         return f"parts of the model are not on {ids.device}, where input_ids is"
@@ -109,18 +117,25 @@ def _of_model(model: Any, ids: Tensor) -> str | None:
     return None
 
 
-def _of_cache(cache: Any, model: Any) -> str | None:
-    if cache is None:
+@cache
+def _form_of(method: Callable[..., Any]) -> str:
+    return form_of(method)
+
+
+def _of_cache(kept: Any, model: Any) -> str | None:
+    if kept is None:
         return "the model has a cache of its own"
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        return f"the cache is a {type(cache).__name__}{', offloaded' if getattr(cache, 'offloading', False) else ''}"
-    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
-        return "past_key_values is given"
+    if type(kept) is not DynamicCache or getattr(kept, "offloading", False):
+        return f"the cache is a {type(kept).__name__}{', offloaded' if getattr(kept, 'offloading', False) else ''}"
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if others or windows_of(cache) is None or not cache.layers:
-        return f"layers of the kind {others[0] if others else 'of this cache'} have no ring or list of keys"
-    windows = {window for window in windows_of(cache) or () if window is not None}
+    others = sorted(set(kinds) - _LAYERS)
+    if others or windows_of(kept) is None or not kept.layers:
+        return f"layers of the kind {others[0] if others else 'of this cache'} have no ring, list of keys or states"
+    if not windows_of(kept):
+        return "no layer has keys"
+    if getattr(kept, "_is_user_defined", False) or kept.get_seq_length():
+        return "past_key_values is given"
+    windows = {window for window in windows_of(kept) or () if window is not None}
     if len(windows) > 1:
         return "layers have different windows"
     return "a window is too short" if any(window < 2 for window in windows) else None
