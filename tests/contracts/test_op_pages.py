@@ -104,7 +104,9 @@ def test_every_measured_row_is_on_a_page() -> None:
     text = (ROOT / "docs" / "performance.html").read_text(encoding="utf-8")
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     on_pages = [row for op in OPS.values() for row in op_pages.measured(op)]
-    assert len(on_pages) == len(data) > 300
+    of_layers = [row for row in data if op_pages.owner(row) is None]  # several ops together
+    assert {row["family"] for row in of_layers} <= {"stacks"}
+    assert len(on_pages) == len(data) - len(of_layers) > 300
     row = next(row for row in on_pages if (row["row"], row["shape"]) == ("rms_norm_fwd", "8192x4096"))
     line = next(line for line in op_pages.page(OPS["rms_norm"]).splitlines() if "`rms_norm_fwd` | 8192x4096" in line)
     assert f"| {row['us']:.1f} |" in line and row["date"] in line and row["commit"][:8] in line
