@@ -220,5 +220,7 @@ def _policy(policy: dict[str, Any]) -> list[str]:
         "",
         *report.table(["", "ms", "GB", "kernels per denoising step", "cosine"], body),
         "",
-        f"{policy['gpu']}, torch {policy['torch']}, {policy['date']}.",
+        f"{policy['gpu']}, torch {policy['torch']}, {policy['date']}"
+        + "".join(f"; {name} {row['date']}" for name, row in policy["rows"].items() if "date" in row)
+        + ".",
     ]
