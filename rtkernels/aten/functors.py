@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rtkernels.aten.strides import SQUARES, Arrangement
 from rtkernels.aten.table import Overload
@@ -131,10 +132,25 @@ def functor(name: str, inputs: int, **options: Any) -> Functor:
 
 
 def row_adder(rows: list[Overload]) -> Callable[..., None]:
-    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none, and options."""
+    """Return a function that adds rows of family ``ew`` for overloads of an operator that share a handler.
 
-    def add(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
-        rows.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
+    It takes the operator's name, the handler, names of overloads ("default" for the one without a name; "_" in front of
+    those of the in-place operator, for which the handler gets the first operand as `out`), the OpInfo if that has
+    another name, "" for none, and options of the rows.
+    """
+
+    def add(
+        name: str, handler: Callable[..., Any], overloads: str = "default", opinfo: str | None = None, **options: Any
+    ) -> None:
+        def in_place(self: Tensor, *args: Any, **named: Any) -> Any:
+            return handler(self, *args, **named, out=self)
+
+        samples = name if opinfo is None else opinfo
+        for overload in overloads.split():
+            changes = overload.startswith("_")
+            full = f"{name}{'_' * changes}.{overload.removeprefix('_')}".removesuffix(".default")
+            call = in_place if changes else handler
+            rows.append(Overload(full, "ew", call, opinfo=(samples,) if samples else (), replays=True, **options))
 
     return add
 
