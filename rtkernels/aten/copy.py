@@ -20,7 +20,7 @@ from rtkernels.aten.table import OVERLAP, NotHandled, Overload
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
+from rtkernels.runtime.operator.declared import Argument, InPlace, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -131,24 +131,20 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     rank = self.dim()
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
         return DIM
-    if self.numel() == 0:
-        return torch.empty_like(self)
-    if self.element_size() not in TOKEN_OF_SIZE:
-        return ITEM_SIZE
-    return _FLIPPED(self, tuple(sorted(dim % rank for dim in dims)))
+    result = torch.empty_like(self)
+    if self.numel():
+        if self.element_size() not in TOKEN_OF_SIZE:
+            return ITEM_SIZE
+        _FLIPPED(self, result, tuple(sorted(dim % rank for dim in dims)))
+    return result
 
 
-def _kept_strides(x: Meta) -> tuple[int, ...]:
-    """Return the strides of ``torch.empty_like``."""
-    return torch.empty_like(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")).stride()
-
-
-def _plan_flip(x: Meta, dims: tuple[int, ...], device: int) -> Steps:
+def _plan_flip(x: Meta, out: Meta, dims: tuple[int, ...], device: int) -> Steps:
     # A flip of the output is one of the input. Tensors have no negative strides, but kernels take them.
     size = x.dtype.itemsize
     strides = tuple(-step if i in dims else step for i, step in enumerate(x.stride))
     start = size * sum((x.shape[i] - 1) * x.stride[i] for i in dims)
-    how = arrange(tuple(x.shape), [_kept_strides(x), strides], [size, size], [0, (x.misaligned + start) % 16])
+    how = arrange(tuple(x.shape), [out.stride, strides], [size, size], [0, (x.misaligned + start) % 16])
     if how is None:
         raise ArgumentError(f"x has {len(x.shape)} dimensions; expected at most {MAX_DIMS} that cannot be merged")
     token = TOKEN_OF_SIZE[size]
@@ -156,10 +152,7 @@ def _plan_flip(x: Meta, dims: tuple[int, ...], device: int) -> Steps:
     return Steps(Step(launch, "out", Offset("x", start), 0, 0, *[0] * 7))
 
 
-_FLIPPED = Primitive(
-    "flip", (Argument("x", None),), "dims", results="out", plan=_plan_flip,
-    outputs=lambda x: (Memory(x.shape, x.dtype, _kept_strides(x)),),
-)  # fmt: skip
+_FLIPPED = Primitive("flip", (Argument("x", None), InPlace("out", None)), "dims", results="", plan=_plan_flip)
 
 
 def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
