@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -168,10 +167,8 @@ def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[...
     """
     if key == "CUDA" and name in wrapped.CALLS:
         return wrapped.CALLS[name].function
-    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # kernels of a device do not look at it
-    boxed = partial(native.call_boxed, keyset)
     if family not in ("ew", "copy"):  # others take no numbers for tensors
-        return boxed
+        return native
     places: list[int] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,8 +177,8 @@ def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[...
             places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
         for i in places:
             if i < len(args) and not isinstance(args[i], torch.Tensor):
-                return wrapped.with_numbers_as_tensors(boxed, args, kwargs)
-        return boxed(*args, **kwargs)
+                return wrapped.with_numbers_as_tensors(native, args, kwargs)
+        return native(*args, **kwargs)
 
     return call
 
