@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_stub import KERNEL, SM90A, UNIT, cache_key, flip_a_bit, install_compiler, install_sources, load, load_anew
+from support.cache_stub import (
+    KERNEL,
+    SM90A,
+    UNIT,
+    cache_key,
+    flip_a_bit,
+    install_compiler,
+    install_sources,
+    load,
+    load_anew,
+)
 
 from rtkernels import cache
 from rtkernels.cli import doctor
