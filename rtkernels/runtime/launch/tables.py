@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError, NotWarmError
-from rtkernels.runtime.launch.memory import current_stream, is_capturing
+from rtkernels.runtime.launch.memory import is_capturing
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import TENSOR_TYPES, TensorGuards, refuse_lazy, same_tensors
 
@@ -36,6 +36,10 @@ def _capturing(device: int) -> bool:
         return is_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def _current_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class TensorList(tuple):
@@ -93,7 +97,7 @@ class Tables:
             pointers = list(map(_data_ptr, flat))
         except (AttributeError, IndexError, RuntimeError, TypeError):  # an empty list, or a tensor without memory
             return None
-        slot = self._slots.get((tuple(map(len, lists)), pointers[0], pointers[-1], current_stream(device)))
+        slot = self._slots.get((tuple(map(len, lists)), pointers[0], pointers[-1], _current_stream(device)))
         if slot is None:
             return None
         known, same, table = slot.entry
@@ -109,7 +113,7 @@ class Tables:
             # Never a cached table, which may be gone when the graph runs; nor is this one cached.
             return self._build(lists, device)
         else:
-            stream = current_stream(device)
+            stream = _current_stream(device)
         if len(lists) == 1 and type(first) is TensorList and device >= 0:
             table = first.tables.get((id(self), stream))
             if table is None:
