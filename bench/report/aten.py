@@ -125,16 +125,14 @@ def measured_module(result: dict[str, Any]) -> str:
     chosen = sorted(default_set(result).items())
     module_of = {row.name: module for module in table.MODULES for row in table.rows_of(module)}
     module_of |= dict.fromkeys(table.ONLY_ON_CUDA, "row")
-    lines = "".join(f'    "{name}": {size},\n' for name, size in chosen)
-    modules = "".join(f'    "{name}": "{module_of[name]}",\n' for name, _ in chosen)
+    lines = "".join(f'    "{name}": ("{module_of[name]}", {size}),\n' for name, size in chosen)
     gpu = result["environment"].get("gpu", "?")
     return (
         '"""The default set of ``rtkernels.enable()``: overloads that were faster than torch\'s over FlagGems\' core\n'
         "shapes, with the elements of the largest tensor from which on they are taken.\n\n"
         f"Written by ``python -m bench aten --record`` from ``bench/results/aten/h200.json``, measured on a {gpu}.\n"
         '"""\n\n'
-        f"DEFAULT = {{\n{lines}}}\n\n"
-        f"# Modules of ``rtkernels.aten`` that have the handlers.\nMODULE_OF = {{\n{modules}}}\n"
+        f"# Module of ``rtkernels.aten`` that has the handler, and these elements.\nDEFAULT = {{\n{lines}}}\n"
     )
 
 

@@ -17,9 +17,10 @@ from rtkernels.aten.elementwise import copy_into, run
 from rtkernels.aten.functors import FILL, KERNELS, TOKENS
 from rtkernels.aten.strides import MAX_DIMS, arrange, like_channels_last, overlaps_itself
 from rtkernels.aten.table import OVERLAP, NotHandled, Overload
+from rtkernels.errors import ArgumentError
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Primitive
+from rtkernels.runtime.operator.declared import Argument, InPlace, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Offset, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
@@ -130,47 +131,28 @@ def _flip(self: Tensor, dims: Sequence[int]) -> Any:
     rank = self.dim()
     if any(not -rank <= dim < rank for dim in dims) or len({dim % rank for dim in dims if rank}) < len(dims):
         return DIM
-    flipped = {dim % rank for dim in dims}
-    dense = self.stride() == dense_strides(self.shape)  # else results have strides of their own, if only of size 1
-    if self.numel() and dense and rank <= MAX_DIMS and self.element_size() in TOKEN_OF_SIZE:
-        return _FLIPPED(self, tuple(sorted(flipped)))
     result = torch.empty_like(self)
-    if self.numel() == 0:
-        return result
-    # A flip of the output is one of the input, and tensors have no negative strides: halves of it are copied by pairs
-    # of views, which would be several launches. Kernels take negative strides.
-    return _flip_into(result, self, flipped)
-
-
-def _flip_into(result: Tensor, self: Tensor, flipped: set[int]) -> Any:
-    size = self.element_size()
-    token = TOKEN_OF_SIZE.get(size)
-    if token is None:
-        return ITEM_SIZE
-    strides = [-step if i in flipped else step for i, step in enumerate(self.stride())]
-    start = sum((self.shape[i] - 1) * self.stride(i) for i in flipped)
-    how = arrange(tuple(self.shape), [tuple(result.stride()), tuple(strides)], [size, size], [0, size % 16 or 1])
-    if how is None:
-        return _RANK
-    launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, self.get_device())
-    launch(result.data_ptr(), self.data_ptr() + start * size, 0, 0, *[0] * 7)
+    if self.numel():
+        if self.element_size() not in TOKEN_OF_SIZE:
+            return ITEM_SIZE
+        _FLIPPED(self, result, tuple(sorted(dim % rank for dim in dims)))
     return result
 
 
-def _plan_flip(x: Meta, dims: tuple[int, ...], device: int) -> Steps:
-    size, dense = x.dtype.itemsize, dense_strides(x.shape)
-    strides = tuple(-step if i in dims else step for i, step in enumerate(dense))
-    start = size * sum((x.shape[i] - 1) * dense[i] for i in dims)
-    how = arrange(tuple(x.shape), [dense, strides], [size, size], [0, (x.misaligned + start) % 16])
+def _plan_flip(x: Meta, out: Meta, dims: tuple[int, ...], device: int) -> Steps:
+    # A flip of the output is one of the input. Tensors have no negative strides, but kernels take them.
+    size = x.dtype.itemsize
+    strides = tuple(-step if i in dims else step for i, step in enumerate(x.stride))
+    start = size * sum((x.shape[i] - 1) * x.stride[i] for i in dims)
+    how = arrange(tuple(x.shape), [out.stride, strides], [size, size], [0, (x.misaligned + start) % 16])
+    if how is None:
+        raise ArgumentError(f"x has {len(x.shape)} dimensions; expected at most {MAX_DIMS} that cannot be merged")
     token = TOKEN_OF_SIZE[size]
     launch = KERNELS.bind(("Copy", token, token, token, "u8", "u8"), how, device)
     return Steps(Step(launch, "out", Offset("x", start), 0, 0, *[0] * 7))
 
 
-_FLIPPED = Primitive(
-    "flip", (Dense("x", None),), "dims", results="out", outputs=lambda x: (Memory(x.shape, x.dtype),),
-    plan=_plan_flip,
-)  # fmt: skip
+_FLIPPED = Primitive("flip", (Argument("x", None), InPlace("out", None)), "dims", results="", plan=_plan_flip)
 
 
 def _constant_pad_nd(self: Tensor, pad: Sequence[int], value: Any = 0) -> Any:

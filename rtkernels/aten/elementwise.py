@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ from torch import Tensor
 
 from rtkernels.aten.functors import ABSENT, COPY, FLOATS, KERNELS, TOKENS, Functor
 from rtkernels.aten.strides import arrange, broadcast, overlaps_itself
-from rtkernels.aten.table import OUT_OF_RANGE, OVERLAP, NotHandled
+from rtkernels.aten.table import INVALID, OUT_OF_RANGE, OVERLAP, NotHandled
 from rtkernels.runtime.call.launches import LaunchTrace, launch_trace
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.layout import extent
 from rtkernels.runtime.operator.plan import Memory, Step, StepPlan, Steps
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what a copy moves
 Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]  # shape, strides, dtype, bytes past a multiple of 16
 Number = bool | int | float
-_NUMBER = (), (), torch.float32, 0
 
 _SHAPES = NotHandled("shapes that do not broadcast")
 _DEVICES = NotHandled("several devices")
@@ -115,9 +116,11 @@ def _build(
         shape = tuple(torch.broadcast_shapes(*(meta[0] for meta in tensors))) if tensors else out[0]
     except RuntimeError:
         return _SHAPES
+    number = (), (), common, 0  # moves nowhere
+    operands = [meta if isinstance(meta, tuple) and meta[3] >= 0 else number for meta in metas]
     plan = _Plan()
     plan.common, plan.is_float, plan.rounds = common, common in FLOATS, functor.rounds_numbers
-    by_number = bool(functor.by_number) and plan.is_float and not (isinstance(metas[1], tuple) and metas[1][3] >= 0)
+    by_number = bool(functor.by_number) and plan.is_float and operands[1] is number
     plan.inverts = by_number and functor.reciprocal
     plan.range = None if plan.is_float else integer_range(common)
     plan.dtype = result or functor.result or common
@@ -129,24 +132,15 @@ def _build(
             return OVERLAP
         plan.stride = out[1]
     else:
-        counted = metas if functor.numbers_count else tensors
-        plan.stride = output_strides(
-            shape, [meta if isinstance(meta, tuple) and meta[3] >= 0 else _NUMBER for meta in counted]
-        )
+        counted = [functor.numbers_count or isinstance(meta, tuple) for meta in metas]
+        plan.stride = output_strides(shape, [*compress(operands, counted)])
     plan.launch = None
     if 0 in shape:
         return plan
-    strides, itemsizes, starts = [plan.stride], [plan.dtype.itemsize], [out[3] if out is not None else 0]
-    for meta in metas:
-        if isinstance(meta, tuple) and meta[3] >= 0:
-            strides.append(broadcast(meta[0], meta[1], shape))
-            itemsizes.append(meta[2].itemsize)
-            starts.append(meta[3])
-        else:  # a number: it moves nowhere
-            strides.append((0,) * len(shape))
-            itemsizes.append(common.itemsize)
-            starts.append(0)
-    types = [TOKENS[meta[2]] if isinstance(meta, tuple) and meta[3] >= 0 else TOKENS[common] for meta in metas]
+    strides = [plan.stride, *(broadcast(meta[0], meta[1], shape) for meta in operands)]
+    itemsizes = [plan.dtype.itemsize, *(meta[2].itemsize for meta in operands)]
+    starts = [out[3] if out is not None else 0, *(meta[3] for meta in operands)]
+    types = [TOKENS[meta[2]] for meta in operands]
     how = arrange(shape, strides, itemsizes, starts)
     if how is None:
         return _RANK
@@ -338,20 +332,16 @@ def rounded(value: Number, dtype: torch.dtype) -> float:
     """Return a number as an element of a floating dtype holds it."""
     if not value:
         return value
-    if dtype == torch.float16:
-        try:
-            return struct.unpack("<e", struct.pack("<e", value))[0]
-        except (OverflowError, struct.error):
-            return float("inf") if value > 0 else float("-inf")
+    form = "<e" if dtype == torch.float16 else "<f"
     try:
-        single = struct.unpack("<f", struct.pack("<f", value))[0]
+        (result,) = struct.unpack(form, struct.pack(form, value))
     except OverflowError:
-        single = float("inf") if value > 0 else float("-inf")
-    if dtype == torch.bfloat16 and single == single and abs(single) != float("inf"):
-        bits = struct.unpack("<I", struct.pack("<f", single))[0]
+        return math.inf if value > 0 else -math.inf
+    if dtype == torch.bfloat16 and math.isfinite(result):
+        (bits,) = struct.unpack("<I", struct.pack("<f", result))
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-        single = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return single
+        (result,) = struct.unpack("<f", struct.pack("<I", bits))
+    return result
 
 
 def shares_partly(operand: Tensor, out: Tensor) -> bool:
@@ -361,15 +351,10 @@ def shares_partly(operand: Tensor, out: Tensor) -> bool:
     same = operand.data_ptr() == out.data_ptr() and operand.stride() == out.stride() and operand.shape == out.shape
     if same and operand.dtype == out.dtype:
         return False
-    begin, end = _span(operand)
-    first, last = _span(out)
+    if not operand.numel() or not out.numel():
+        return False
+    (begin, end), (first, last) = extent(operand), extent(out)
     return begin < last and first < end
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    begin = int(tensor.data_ptr())
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size)
-    return begin, begin + (reach + 1) * tensor.element_size()
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
@@ -378,9 +363,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
     """Write `source`, converted and broadcast, to `out`. Copies of one dtype move bits: any dtype up to 8 bytes."""
     if source.is_neg() or source.is_conj() or out.is_neg() or out.is_conj():
-        return (
-            _LAZY  # the memory holds other values, and the dispatcher resolves this for most operators, not for copies
-        )
+        return _LAZY  # the memory holds other values, and the dispatcher does not resolve this for copies
     if source.shape != out.shape:
         try:
             source = source.expand(out.shape)
@@ -393,3 +376,16 @@ def copy_into(out: Tensor, source: Tensor) -> Tensor | NotHandled:
         return NotHandled(str(out.dtype).removeprefix("torch."))
     done = run(COPY, (source.view(bits),), out=out.view(bits), common=bits, known_as=out)
     return done if type(done) is NotHandled else out
+
+
+def into_out(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the ``out=`` form of a handler, for an `out` that has the result's shape and dtype already."""
+
+    def into(*args: Any, out: Tensor, **kwargs: Any) -> Any:
+        made = handler(*args, **kwargs)
+        if isinstance(made, NotHandled):
+            return made
+        fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
+        return copy_into(out, made) if fits else INVALID
+
+    return into

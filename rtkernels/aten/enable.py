@@ -11,15 +11,14 @@ import gc
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from rtkernels import emulator
 from rtkernels.aten import table, wrapped
 from rtkernels.aten.override import CODE_FILE, Override, Record
+from rtkernels.aten.registration import device_keys, registered, torch_kernel
 from rtkernels.aten.table import Overload
 from rtkernels.errors import ArgumentError, UnsupportedDeviceError
 from rtkernels.runtime import env
@@ -29,7 +28,7 @@ class _Choice:
     """What one ``enable`` or ``use`` asked for."""
 
     def __init__(self, rows: dict[str, Overload], keys: tuple[str, ...], record: Record | None) -> None:
-        self.rows, self.keys, self.record = rows, keys, record
+        self.rows, self.keys, self.record, self.scoped = rows, keys, record, False
 
     def same(self, other: _Choice | None) -> bool:
         return other is not None and (self.rows.keys(), self.keys, self.record) == (
@@ -76,7 +75,7 @@ def enable(
     """
     with _lock, _collector_paused():
         choice = _chosen(include, exclude, record)
-        if _choices and not getattr(_choices[-1], "scoped", False):
+        if _choices and not _choices[-1].scoped:
             _choices.pop()
         _choices.append(choice)
         _apply()
@@ -160,8 +159,7 @@ def _chosen(include: Any, exclude: Any, record: Any) -> _Choice:
     for row in rows.values():
         if row.handler is not None:  # the default set was looked at when it was measured
             _refuse_composite(row)
-    keys = ("CUDA", "CPU") if emulator.active() is not None else ("CUDA",)
-    return _Choice(rows, keys, _recorder(record))
+    return _Choice(rows, device_keys(), _recorder(record))
 
 
 def _refuse_composite(row: Overload) -> None:
@@ -213,13 +211,12 @@ def _apply() -> None:
 def _register(rows: dict[tuple[str, str], Overload | None]) -> None:
     if not rows:
         return
-    _libraries.append(torch.library.Library("aten", "IMPL"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
-        for (name, key), row in rows.items():
-            override = wrapped.Guard(name) if row is None else Override(row, key, _native[name, key])
-            _libraries[-1].impl(name, override.call, key)
-            _registered[name, key] = override
+    overrides = {
+        (name, key): wrapped.Guard(name) if row is None else Override(row, key, _native[name, key])
+        for (name, key), row in rows.items()
+    }
+    _libraries.append(registered({place: override.call for place, override in overrides.items()}))
+    _registered.update(overrides)
 
 
 def _unregister() -> None:
@@ -249,7 +246,7 @@ def _native_kernel(name: str, key: str) -> Any:
     """Return torch's own kernel, looked up while it is not overridden; None where this torch has none for the key."""
     if (name, key) not in _native:
         try:
-            _native[name, key] = None if _is_composite(name, key) else torch.library.get_kernel(f"aten::{name}", key)
+            _native[name, key] = None if _is_composite(name, key) else torch_kernel(name, key)
         except RuntimeError:  # a CPU build has no CUDA kernels
             _native[name, key] = None
     return _native[name, key]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rtkernels.aten.strides import SQUARES, Arrangement
 from rtkernels.aten.table import Overload
@@ -76,32 +77,19 @@ class Kernels:
     ) -> None:
         """Declare them. `variants` and `rare` are functions of a class of layouts (V, G, T, S) and a target."""
 
-        def of(kind: str) -> dict[str, Any]:
+        def kernel(kind: str, entry: str, args: str, types: str = "", max_registers: int = 96) -> Kernel:
             rarely = (lambda target: rare(kind, target)) if rare is not None else ()
-            return {"variants": lambda target: variants(kind, target), "rare": rarely}
+            tables = f" {TABLE_ARGUMENTS}" if kind != "V" else ""
+            return Kernel(
+                unit, entry, struct=kind != "V", template=f"F T O A B D {types}", tier=tier,
+                max_registers=max_registers, args=f"out:ptr a:ptr b:ptr d:ptr {NUMBER_ARGUMENTS}{tables} {args}",
+                variants=lambda target: variants(kind, target), rare=rarely,
+            )  # fmt: skip
 
-        types = "F T O A B D"
-        pointers = "out:ptr a:ptr b:ptr d:ptr"
-        self.flat = Kernel(
-            unit, "pointwise_flat", template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {NUMBER_ARGUMENTS} count:i64 steps:i64 aligned16:i64",
-            **of("V"),
-        )  # fmt: skip
-        self.strided = Kernel(
-            unit, "pointwise_strided", struct=True, template=f"{types} INDEX64", tier=tier, max_registers=96,
-            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} count:i64 dims:i64 steps:i64 vectors:i64",
-            **of("G"),
-        )  # fmt: skip
-        self.transposed = Kernel(
-            unit, "pointwise_transposed", struct=True, template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
-            **of("T"),
-        )  # fmt: skip
-        self.squares = Kernel(
-            unit, "pointwise_squares", struct=True, template=f"{types} TILED", tier=tier, max_registers=128,
-            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
-            **of("S"),
-        )  # fmt: skip
+        self.flat = kernel("V", "pointwise_flat", "count:i64 steps:i64 aligned16:i64")
+        self.strided = kernel("G", "pointwise_strided", "count:i64 dims:i64 steps:i64 vectors:i64", "INDEX64")
+        self.transposed = kernel("T", "pointwise_transposed", "dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64")
+        self.squares = kernel("S", "pointwise_squares", "dims:i64 steps:i64 tiles_x:i64 tiles_y:i64", "TILED", 128)
 
     def bind(self, types: tuple[str, ...], how: Arrangement, device: int) -> Any:
         if how.kind == "V":
@@ -130,13 +118,30 @@ def functor(name: str, inputs: int, **options: Any) -> Functor:
     return made
 
 
-def row_adder(rows: list[Overload]) -> Callable[..., None]:
-    """Return a function that adds a row of family ``ew``: its name, handler and OpInfo, "" for none, and options."""
+def row_adder() -> tuple[Callable[..., None], Callable[[], Iterator[Overload]]]:
+    """Return a function that adds rows of family ``ew`` for overloads that share a handler, and one that yields all.
 
-    def add(name: str, handler: Callable[..., Any], opinfo: str, **options: Any) -> None:
-        rows.append(Overload(name, "ew", handler, opinfo=(opinfo,) if opinfo else (), replays=True, **options))
+    The first takes the operator's name, the handler, names of overloads ("default" for the one without a name; "_" in
+    front of those of the in-place operator, for which the handler gets the first operand as `out`), the OpInfo if that
+    has another name, "" for none, and options of the rows.
+    """
+    rows: list[Overload] = []
 
-    return add
+    def add(
+        name: str, handler: Callable[..., Any], overloads: str = "default", opinfo: str | None = None, **options: Any
+    ) -> None:
+        def in_place(self: Tensor, *args: Any, **named: Any) -> Any:
+            return handler(self, *args, **named, out=self)
+
+        samples = name if opinfo is None else opinfo
+        options = {"opinfo": (samples,) if samples else (), "replays": True, **options}
+        for overload in overloads.split():
+            changes = overload.startswith("_")
+            full = f"{name}{'_' * changes}.{overload.removeprefix('_')}".removesuffix(".default")
+            call = in_place if changes else handler
+            rows.append(Overload(full, "ew", call, **options))
+
+    return add, lambda: iter(rows)
 
 
 def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,27 +9,21 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
-from rtkernels.aten.table import OPTION, OUT_OF_RANGE, NotHandled, Overload
+from rtkernels.aten.table import OPTION, OUT_OF_RANGE, NotHandled
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_ROWS: list[Overload] = []
-_add_row = row_adder(_ROWS)
-
-
-def rows() -> Iterator[Overload]:
-    """Yield the rows of this module."""
-    yield from _ROWS
+_add_row, rows = row_adder()
 
 
 def _gradient(name: str, made: Functor, opinfo: str) -> None:
     def handler(grad_output: Tensor, other: Tensor) -> Any:
         return run(made, (grad_output, other))
 
-    _add_row(name, handler, opinfo)
+    _add_row(name, handler, opinfo=opinfo)
 
 
 _gradient("sigmoid_backward", functor("SigmoidBackward", 2, dtypes=FLOATS), "sigmoid")
@@ -43,7 +36,7 @@ _GELU_BACKWARD = {
 _add_row(
     "gelu_backward",
     lambda grad_output, self, *, approximate="none": run(_GELU_BACKWARD[approximate], (grad_output, self)),
-    "nn.functional.gelu",
+    opinfo="nn.functional.gelu",
 )
 _ELU_BACKWARD = {
     False: functor("EluBackward", 2, dtypes=FLOATS),
@@ -58,12 +51,12 @@ def _elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_res
     return run(_ELU_BACKWARD[bool(is_result)], (grad_output, self_or_result), scalars)
 
 
-_add_row("elu_backward", _elu_backward, "nn.functional.elu")
+_add_row("elu_backward", _elu_backward, opinfo="nn.functional.elu")
 _SOFTPLUS_BACKWARD = functor("SoftplusBackward", 2, dtypes=FLOATS)
 _add_row(
     "softplus_backward",
     lambda grad_output, self, beta, threshold: run(_SOFTPLUS_BACKWARD, (grad_output, self), (beta, threshold)),
-    "nn.functional.softplus",
+    opinfo="nn.functional.softplus",
 )
 _THRESHOLD_BACKWARD = functor("ThresholdBackward", 2, dtypes=NUMBERS)
 
@@ -76,11 +69,11 @@ def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: Any) -> An
     return run(_THRESHOLD_BACKWARD, (grad_output, self), (threshold,))
 
 
-_add_row("threshold_backward", _threshold_backward, "nn.functional.relu")
+_add_row("threshold_backward", _threshold_backward, opinfo="nn.functional.relu")
 _LOG_SIGMOID_BACKWARD = functor("LogSigmoidBackward", 2, dtypes=FLOATS)
 _add_row(
     "log_sigmoid_backward", lambda grad_output, self, buffer: run(_LOG_SIGMOID_BACKWARD, (grad_output, self)),
-    "nn.functional.logsigmoid",
+    opinfo="nn.functional.logsigmoid",
 )  # fmt: skip
 _GLU = functor("Glu", 2, dtypes=FLOATS)
 _GLU_BACKWARD = Kernel(
@@ -135,8 +128,8 @@ def _glu_backward(grad_output: Tensor, self: Tensor, dim: int) -> Any:
     return result
 
 
-_add_row("glu", _glu, "nn.functional.glu")
-_add_row("glu_backward", _glu_backward, "nn.functional.glu")
+_add_row("glu", _glu, opinfo="nn.functional.glu")
+_add_row("glu_backward", _glu_backward, opinfo="nn.functional.glu")
 _MSE_LOSS_BACKWARD = functor("MseLossBackward", 3, dtypes=FLOATS)
 
 
@@ -147,7 +140,7 @@ def _mse_loss_backward(grad_output: Tensor, self: Tensor, target: Tensor, reduct
     return run(_MSE_LOSS_BACKWARD, (grad_output.expand(self.shape), self, target), (scale,))
 
 
-_add_row("mse_loss_backward", _mse_loss_backward, "nn.functional.mse_loss")
+_add_row("mse_loss_backward", _mse_loss_backward, opinfo="nn.functional.mse_loss")
 _DROPOUT_BACKWARD = functor("DropoutBackward", 2, dtypes=FLOATS, own=2, promotion="first")
 
 
@@ -157,5 +150,5 @@ def _native_dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) ->
     return run(_DROPOUT_BACKWARD, (grad_output, mask), (scale,))
 
 
-_add_row("native_dropout_backward", _native_dropout_backward, "")
+_add_row("native_dropout_backward", _native_dropout_backward, opinfo="")
 OP = Op("aten_gradients", public=(), kernels=(_GLU_BACKWARD,), torch_ops=())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +28,6 @@ from rtkernels.runtime.layout import may_overlap
 
 _INDICES = (torch.int32, torch.int64)
 _FROM_END = functor("FromEnd", 1, dtypes=frozenset(_INDICES))
-
-
-@cache
-def _embedding_operators() -> Any:  # imported by the first call: `enable` is to be quick
-    from rtkernels.ops.index import embedding
-
-    return embedding
 
 
 def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
@@ -78,7 +71,9 @@ def _embedding(
     if any_outside(indices, 0, weight.shape[0]):
         return INVALID
     if not indices.is_contiguous() or weight.stride(1) != 1:
-        return _embedding_operators().FORWARD.launch(weight, indices, 0)
+        from rtkernels.ops.index.embedding import FORWARD  # not before the first call: `enable` is to be quick
+
+        return FORWARD.launch(weight, indices, 0)
     return gather(weight, indices.view(-1), 0, select=True).view(*indices.shape, weight.shape[1])
 
 
@@ -99,7 +94,9 @@ def _embedding_dense_backward(
         index, source = indices.view(-1), grad_output.view(indices.numel(), -1)
         if addable((num_weights, source.shape[1]), index, source, 0, reads=False):
             return sum_rows(index, source, num_weights, padding_idx)
-    return _embedding_operators().BACKWARD.launch(grad_output, indices, num_weights, 0, padding_idx)
+    from rtkernels.ops.index.embedding import BACKWARD
+
+    return BACKWARD.launch(grad_output, indices, num_weights, 0, padding_idx)
 
 
 def _add_rows(
@@ -143,10 +140,6 @@ def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: flo
     return _add_rows(x, dim % x.dim(), index, source, in_place, alpha=alpha)
 
 
-def _index_add_(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
-    return _index_add(x, dim, index, source, alpha=alpha, in_place=True)
-
-
 def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, in_place: bool = False) -> Any:
     """Sums of whole rows: an index that is one number for each of them. Sums of elements are torch's."""
     rank = x.dim()
@@ -163,10 +156,6 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor, *, in_place: b
     for i, n in enumerate(index.shape):
         src = src if src.shape[i] == n else src.narrow(i, 0, n)
     return _add_rows(x, 0, index[(slice(None), *[0] * (rank - 1))], src, in_place)
-
-
-def _scatter_add_(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    return _scatter_add(x, dim, index, src, in_place=True)
 
 
 def _only_index(x: Tensor, indices: Any) -> tuple[int, Tensor] | NotHandled:
@@ -223,8 +212,8 @@ def rows() -> Iterator[Overload]:
     yield Overload("embedding", "idx", _embedding, opinfo=looked_up, replays="cuda")
     yield Overload("embedding_dense_backward", "idx", _embedding_dense_backward, opinfo=looked_up, replays="cuda")
     yield Overload("index_add", "idx", _index_add, opinfo=("index_add",), replays="cuda")
-    yield Overload("index_add_", "idx", _index_add_, opinfo=("index_add",), replays="cuda")
+    yield Overload("index_add_", "idx", partial(_index_add, in_place=True), opinfo=("index_add",), replays="cuda")
     yield Overload("scatter_add", "idx", _scatter_add, opinfo=("scatter_add",), replays="cuda")
-    yield Overload("scatter_add_", "idx", _scatter_add_, opinfo=("scatter_add",), replays="cuda")
+    yield Overload("scatter_add_", "idx", partial(_scatter_add, in_place=True), opinfo=("scatter_add",), replays="cuda")
     yield Overload("index.Tensor", "idx", _index, opinfo=("__getitem__",), replays="cuda")
     yield Overload("_index_put_impl_", "idx", add_by_index, opinfo=("index_put", "__getitem__"), replays="cuda")

@@ -7,20 +7,15 @@ level 3; parameters without a ``main_grad``, and other levels, take torch's.
 
 from __future__ import annotations
 
-import threading
-import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rtkernels import emulator
+from rtkernels.aten.registration import Lasting, torch_kernel
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.main_grad import Start, start_of
-
-_lock = threading.Lock()
-_library: list[torch.library.Library] = []  # kept alive, because registrations end with their library
-_installed: set[str] = set()
 
 
 class _Linear(torch.autograd.Function):
@@ -56,7 +51,7 @@ def _weight_gradient(start: Start | None, rows: Tensor, states: Tensor) -> Tenso
     return start.added()
 
 
-def _linear(native: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() and weight.dim() == 2 and x.dim() > 0:
         starts = start_of(weight, "a linear layer"), start_of(bias, "a linear layer")
         if any(start is not None for start in starts):
@@ -76,35 +71,8 @@ def _embedding(
     return native(weight, ids, padding_idx, scale_grad_by_freq, sparse)
 
 
-_RULES = {"linear": _linear, "embedding": _embedding}
+def _kernels(key: str) -> dict[str, Any]:
+    return {"linear": _linear, "embedding": partial(_embedding, torch_kernel("embedding", key))}
 
 
-def install() -> None:
-    """Register the overrides, unless they are: for CUDA tensors, and while emulating for CPU tensors, too."""
-    keys = ("AutogradCUDA", "AutogradCPU") if emulator.active() is not None else ("AutogradCUDA",)
-    with _lock:
-        for key in keys:
-            if key not in _installed:
-                _register(key)
-                _installed.add(key)
-
-
-def _register(key: str) -> None:
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
-        for name, rule in _RULES.items():
-            library.impl(name, _override(rule, _native(name, key)), key)
-    _library.append(library)
-
-
-def _native(name: str, key: str) -> Any:
-    if name == "linear":  # composed of other operators
-        return None
-    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    call = torch.library.get_kernel(f"aten::{name}", key).call_boxed
-    return lambda *args: call(keyset, *args)
-
-
-def _override(rule: Any, native: Any) -> Any:
-    return lambda *args, **kwargs: rule(native, *args, **kwargs)
+install = Lasting(_kernels, "Autograd").install

@@ -8,8 +8,7 @@ autograd's threads and compiled graphs go through it, too. At level 0 they call 
 
 from __future__ import annotations
 
-import threading
-import warnings
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rtkernels import emulator
+from rtkernels.aten.registration import Lasting, torch_kernel
 from rtkernels.errors import UnsupportedDeviceError
 from rtkernels.runtime.invariance import level, refuse, state
 from rtkernels.runtime.torch_private import below_versions
@@ -24,9 +24,6 @@ from rtkernels.runtime.torch_private import below_versions
 _HALVES = (torch.bfloat16, torch.float16)
 _ROWS = 128  # of a block of torch's kernels
 _OPTIONS = ("none", "kn", None, None)  # of scaled_mm: recipe, layout of b, packed, act
-_lock = threading.Lock()
-_library: list[torch.library.Library] = []  # kept alive, because registrations end with their library
-_installed: set[str] = set()
 
 Native = Callable[..., Any]
 
@@ -59,12 +56,8 @@ def _in_blocks(native: Native, a: Tensor, b: Tensor, *more: Any) -> Tensor:
     return torch.cat(parts)
 
 
-def _mm(native: Native, a: Tensor, b: Tensor) -> Tensor:
-    return _product(a, b) if _ours(a, b) else _in_blocks(native, a, b)
-
-
-def _mm_dtype(native: Native, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return _product(a, b, dtype=out_dtype) if _ours(a, b) else _in_blocks(native, a, b, out_dtype)
+def _mm(native: Native, a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
+    return _product(a, b, None, *out_dtype) if _ours(a, b) else _in_blocks(native, a, b, *out_dtype)
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:
@@ -124,7 +117,7 @@ def _addmv(native: Native, base: Tensor, matrix: Tensor, vector: Tensor, *, beta
 
 
 _RULES: dict[str, Callable[..., Tensor]] = {
-    "mm": _mm, "mm.dtype": _mm_dtype, "addmm": _addmm, "addmm.dtype": _addmm_dtype,
+    "mm": _mm, "mm.dtype": _mm, "addmm": _addmm, "addmm.dtype": _addmm_dtype,
     "_addmm_activation": _addmm_activation, "bmm": _bmm, "baddbmm": _baddbmm, "mv": _mv, "addmv": _addmv,
 }  # fmt: skip
 # Overload with out=, and the one that computes the same.
@@ -136,41 +129,25 @@ _IN_PLACE = {"addmm_": "addmm", "baddbmm_": "baddbmm", "addmv_": "addmv"}
 _REFUSED = ("_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm")
 
 
+def _kernels(key: str) -> dict[str, Native]:
+    found: dict[str, Native] = {}
+    for name in (*_RULES, *_OUT, *_IN_PLACE, *_REFUSED):
+        with contextlib.suppress(RuntimeError):  # this torch has no such overload, or no kernel of it for the key
+            found[name] = torch_kernel(name, key)
+    return {name: _override(name, native, found) for name, native in found.items()}
+
+
+_KERNELS = Lasting(_kernels)
+
+
 def install() -> None:
     """Register the overrides, unless they are: for CUDA tensors, and while emulating for CPU tensors, too."""
-    keys = ("CUDA", "CPU") if emulator.active() is not None else ("CUDA",)
-    with _lock:
-        if _installed.issuperset(keys):
-            return
-        if not hasattr(torch.library, "get_kernel"):
-            raise UnsupportedDeviceError(
-                f"torch {torch.__version__} has no torch.library.get_kernel, without which its products cannot be made "
-                f"batch-invariant; use a later torch"
-            )
-        for key in keys:
-            if key not in _installed:
-                _register(key)
-                _installed.add(key)
-
-
-def _register(key: str) -> None:
-    library = torch.library.Library("aten", "IMPL")
-    kernels: dict[str, Native] = {}
-    for name in (*_RULES, *_OUT, *_IN_PLACE, *_REFUSED):
-        try:
-            kernels[name] = _boxed(torch.library.get_kernel(f"aten::{name}", key), key)
-        except RuntimeError:  # this torch has no such overload, or no kernel of it for the key
-            continue
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel.*")
-        for name, native in kernels.items():
-            library.impl(name, _override(name, native, kernels), key)
-    _library.append(library)
-
-
-def _boxed(kernel: Any, key: str) -> Native:
-    keyset, call = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), kernel.call_boxed
-    return lambda *args, **kwargs: call(keyset, *args, **kwargs)
+    if not hasattr(torch.library, "get_kernel"):
+        raise UnsupportedDeviceError(
+            f"torch {torch.__version__} has no torch.library.get_kernel, without which its products cannot be made "
+            f"batch-invariant; use a later torch"
+        )
+    _KERNELS.install()
 
 
 def _override(name: str, native: Native, kernels: dict[str, Native]) -> Callable[..., Any]:
@@ -180,26 +157,14 @@ def _override(name: str, native: Native, kernels: dict[str, Native]) -> Callable
     def override(*args: Any, **kwargs: Any) -> Any:
         if not state.highest or not level():
             return native(*args, **kwargs)
-        return rule(inner, *args, **kwargs)
-
-    def with_out(*args: Any, out: Tensor, **kwargs: Any) -> Any:
-        if not state.highest or not level():
-            return native(*args, out=out, **kwargs)
-        if _multiplied_into(out, name, args, kwargs):
-            return out
-        return _written(out, rule(inner, *args, **kwargs))
-
-    def in_place(base: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not state.highest or not level():
-            return native(base, *args, **kwargs)
-        return _written(base, rule(inner, base, *args, **kwargs))
-
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if state.highest and level():
+        if rule is None:
             refuse(f"torch.{name}", "torch's kernels for it choose by the number of rows")
-        return native(*args, **kwargs)
+        out = args[0] if name in _IN_PLACE else kwargs.pop("out", None)
+        if out is None:
+            return rule(inner, *args, **kwargs)
+        return out if _multiplied_into(out, name, args, kwargs) else _written(out, rule(inner, *args, **kwargs))
 
-    return refused if name in _REFUSED else with_out if name in _OUT else in_place if name in _IN_PLACE else override
+    return override
 
 
 def _multiplied_into(out: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

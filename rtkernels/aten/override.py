@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,20 +14,12 @@ from rtkernels import emulator
 from rtkernels.aten import table, wrapped
 from rtkernels.aten.report import count_of
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.errors import (
-    ArgumentError,
-    KernelCompileError,
-    NotWarmError,
-    RtkError,
-    ToolkitError,
-    UnsupportedDeviceError,
-)
+from rtkernels.errors import CANNOT_LAUNCH, ArgumentError, NotWarmError, RtkError
 from rtkernels.runtime import env
 from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.torch_private import below_versions
 
 Record = Callable[[str, str | None], None]
-_CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _warned: set[str] = set()
 
 
@@ -124,7 +115,7 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
         try:
             with below_versions():  # the dispatcher has counted what the call writes, and results are new
                 result = emulated(args, kwargs) if on_cpu else calls.call(handler, args, kwargs)
-        except _CANNOT_LAUNCH as error:
+        except CANNOT_LAUNCH as error:
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
             reason = "invalid arguments"
@@ -168,10 +159,8 @@ def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[...
     """
     if key == "CUDA" and name in wrapped.CALLS:
         return wrapped.CALLS[name].function
-    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # kernels of a device do not look at it
-    boxed = partial(native.call_boxed, keyset)
     if family not in ("ew", "copy"):  # others take no numbers for tensors
-        return boxed
+        return native
     places: list[int] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -180,8 +169,8 @@ def _torch_kernel(name: str, family: str, native: Any, key: str) -> Callable[...
             places[:] = [i for i, kind in enumerate(types) if kind == "Tensor"] or [len(types)]
         for i in places:
             if i < len(args) and not isinstance(args[i], torch.Tensor):
-                return wrapped.with_numbers_as_tensors(boxed, args, kwargs)
-        return boxed(*args, **kwargs)
+                return wrapped.with_numbers_as_tensors(native, args, kwargs)
+        return native(*args, **kwargs)
 
     return call
 

@@ -7,7 +7,6 @@ overloads, numbers for operands, the conformance test and the benchmark row foll
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,32 +14,20 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
-from rtkernels.aten.table import OPTION, NotHandled, Overload
+from rtkernels.aten.table import OPTION, NotHandled
 
 _NEGATIVE = NotHandled("negative integer exponent")
-
-
-_ROWS: list[Overload] = []
-_add_row = row_adder(_ROWS)
-
-
-def rows() -> Iterator[Overload]:
-    """Yield the rows of this module."""
-    yield from _ROWS
+_add_row, rows = row_adder()
 
 
 # ---- unary ----------------------------------------------------------------------------------------------------------
 
 
-def _unary(name: str, made: Functor, *, forms: str = "f i o", opinfo: str | None = None, **options: Any) -> None:
-    """Add ``name``, ``name_`` and ``name.out``."""
-    opinfo = name if opinfo is None else opinfo
-    if "f" in forms:
-        _add_row(name, lambda self: run(made, (self,)), opinfo, **options)
-    if "i" in forms:
-        _add_row(f"{name}_", lambda self: run(made, (self,), out=self), opinfo)
-    if "o" in forms:
-        _add_row(f"{name}.out", lambda self, *, out: run(made, (self,), out=out), opinfo)
+def _unary(name: str, made: Functor, overloads: str = "default _default out", **options: Any) -> None:
+    def handler(self: Tensor, *, out: Tensor | None = None) -> Any:
+        return run(made, (self,), out=out)
+
+    _add_row(name, handler, overloads, **options)
 
 
 def _float(name: str, inputs: int = 1) -> Functor:
@@ -57,16 +44,14 @@ for _name in ("ceil", "floor", "trunc", "round"):  # of integers: copies, which 
     _unary(_name, functor(_name.capitalize(), 1, dtypes=FLOATS))
 _unary("abs", functor("Abs", 1, dtypes=NUMBERS))
 _unary("neg", functor("Neg", 1, dtypes=NUMBERS))
-_unary("relu", functor("Relu", 1, dtypes=NUMBERS), forms="f i", opinfo="nn.functional.relu")
+_unary("relu", functor("Relu", 1, dtypes=NUMBERS), "default _default", opinfo="nn.functional.relu")
 _unary("silu", functor("Silu", 1, dtypes=FLOATS), opinfo="nn.functional.silu")
 _unary("bitwise_not", functor("BitwiseNot", 1, dtypes=INTEGERS | {torch.bool}))
-_unary("isnan", functor("IsNan", 1, result=torch.bool), forms="f")
-_unary("isinf", functor("IsInf", 1, result=torch.bool), forms="f")
-_unary("isfinite", functor("IsFinite", 1, result=torch.bool), forms="f", composite="no gradient")
-_unary("angle", _float("Angle"), forms="f o")
-_LOGICAL_NOT = functor("LogicalNot", 1, result=torch.bool)
-_unary("logical_not", _LOGICAL_NOT, forms="f")
-_add_row("logical_not.out", lambda self, *, out: run(_LOGICAL_NOT, (self,), out=out), "logical_not")
+_unary("isnan", functor("IsNan", 1, result=torch.bool), "default")
+_unary("isinf", functor("IsInf", 1, result=torch.bool), "default")
+_unary("isfinite", functor("IsFinite", 1, result=torch.bool), "default", composite="no gradient")
+_unary("angle", _float("Angle"), "default out")
+_unary("logical_not", functor("LogicalNot", 1, result=torch.bool), "default out")
 
 _NAN_TO_NUM = functor("NanToNum", 1, dtypes=FLOATS)
 
@@ -81,9 +66,7 @@ def _nan_to_num(
     return run(_NAN_TO_NUM, (self,), [default if value is None else value for value, default in given], out=out)
 
 
-_add_row("nan_to_num", _nan_to_num, "nan_to_num")
-_add_row("nan_to_num_", lambda self, *numbers, **named: _nan_to_num(self, *numbers, **named, out=self), "nan_to_num")
-_add_row("nan_to_num.out", _nan_to_num, "nan_to_num")
+_add_row("nan_to_num", _nan_to_num, "default _default out")
 
 _GELU = {"none": functor("Gelu", 1, dtypes=FLOATS), "tanh": functor("GeluTanh", 1, dtypes=FLOATS)}
 
@@ -92,9 +75,8 @@ def _gelu(self: Tensor, *, approximate: str = "none", out: Any = None):
     return run(_GELU[approximate], (self,), out=out) if approximate in _GELU else OPTION
 
 
-_add_row("gelu", _gelu, "nn.functional.gelu")
-_add_row("gelu_", lambda self, *, approximate="none": _gelu(self, approximate=approximate, out=self), "")
-_add_row("gelu.out", _gelu, "nn.functional.gelu")
+_add_row("gelu", _gelu, "default out", "nn.functional.gelu")
+_add_row("gelu", _gelu, "_default", "")
 
 _ELU = functor("Elu", 1, dtypes=FLOATS)
 
@@ -103,20 +85,20 @@ def _elu(self: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 
     return run(_ELU, (self,), (alpha * scale, scale, input_scale), out=out)
 
 
-_add_row("elu", _elu, "nn.functional.elu")
-_add_row("elu_", lambda self, *numbers: _elu(self, *numbers, out=self), "nn.functional.elu")
-_add_row("elu.out", _elu, "nn.functional.elu")
-_add_row("celu", lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha) if alpha else OPTION, "nn.functional.celu")
-_add_row(
-    "celu_",
-    lambda self, alpha=1.0: _elu(self, alpha, 1, 1 / alpha, out=self) if alpha else OPTION,
-    "nn.functional.celu",
-)
+_add_row("elu", _elu, "default _default out", "nn.functional.elu")
+
+
+def _celu(self: Tensor, alpha: float = 1.0, *, out: Any = None):
+    return _elu(self, alpha, 1, 1 / alpha, out=out) if alpha else OPTION
+
+
+_add_row("celu", _celu, "default _default", "nn.functional.celu")
 
 _SOFTPLUS = functor("Softplus", 1, dtypes=FLOATS)
 _add_row(
-    "softplus", lambda self, beta=1, threshold=20: run(_SOFTPLUS, (self,), (beta, threshold)), "nn.functional.softplus"
-)
+    "softplus", lambda self, beta=1, threshold=20: run(_SOFTPLUS, (self,), (beta, threshold)),
+    opinfo="nn.functional.softplus",
+)  # fmt: skip
 _THRESHOLD = functor("Threshold", 1, dtypes=NUMBERS)
 
 
@@ -128,8 +110,7 @@ def _threshold(self: Tensor, threshold: Any, value: Any, *, out: Any = None):
     return run(_THRESHOLD, (self,), (threshold, value), out=out)
 
 
-_add_row("threshold", _threshold, "nn.functional.threshold")
-_add_row("threshold_", lambda self, *numbers: _threshold(self, *numbers, out=self), "nn.functional.threshold")
+_add_row("threshold", _threshold, "default _default", "nn.functional.threshold")
 _LOG_SIGMOID = functor("LogSigmoid", 1, dtypes=FLOATS)
 
 
@@ -143,29 +124,16 @@ def _log_sigmoid_forward(self: Tensor):
     return result, self.abs().neg().exp() if self.is_cpu else self.new_empty(0)
 
 
-_add_row("log_sigmoid_forward", _log_sigmoid_forward, "nn.functional.logsigmoid")
+_add_row("log_sigmoid_forward", _log_sigmoid_forward, opinfo="nn.functional.logsigmoid")
 
 # ---- two operands ---------------------------------------------------------------------------------------------------
 
 
-def _binary(name: str, made: Functor, forms: str) -> None:
-    """Add overloads of two operands: Tensor, Scalar, Scalar_Tensor (and shifts' Tensor_Scalar), in place (_), out."""
-
-    def plain(self: Any, other: Any) -> Any:
-        return run(made, (self, other))
-
-    def into(self: Tensor, other: Any) -> Any:
-        return run(made, (self, other), out=self)
-
-    def to_out(self: Any, other: Any, *, out: Tensor) -> Any:
+def _binary(name: str, made: Functor, overloads: str, passes: tuple[str, ...] = ("self", "other")) -> None:
+    def handler(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
         return run(made, (self, other), out=out)
 
-    for form in forms.split():
-        base = name + "_" * form.startswith("_")
-        overload = form.removeprefix("_")
-        full = f"{base}.{overload}" if overload else base
-        handler = into if form.startswith("_") else to_out if "out" in form.lower() else plain
-        _add_row(full, handler, name, passes=("self", "other"))
+    _add_row(name, handler, overloads, passes=passes)
 
 
 _INTS = INTEGERS | {torch.bool}
@@ -177,9 +145,7 @@ for _name, _compare in COMPARISONS.items():
     _binary(_name, _compare, "Tensor Scalar Tensor_out Scalar_out")
 for _name in ("logical_and", "logical_or", "logical_xor"):
     _camel = _name.title().replace("_", "")
-    _made = functor(_camel, 2, result=torch.bool)
-    _add_row(_name, lambda self, other, made=_made: run(made, (self, other)), _name)
-    _add_row(f"{_name}.out", lambda self, other, *, out, made=_made: run(made, (self, other), out=out), _name)
+    _binary(_name, functor(_camel, 2, result=torch.bool), "default out", passes=())
 for _name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
     _camel = _name.title().replace("_", "")
     _binary(
@@ -193,9 +159,8 @@ for _name, _camel in (("bitwise_left_shift", "ShiftLeft"), ("bitwise_right_shift
     )  # fmt: skip
 MAXIMUM = functor("Maximum", 2, rounds_numbers=True, numbers_count=False)  # those of clamp
 MINIMUM = functor("Minimum", 2, rounds_numbers=True, numbers_count=False)
-for _name, _made in (("maximum", MAXIMUM), ("minimum", MINIMUM)):
-    _add_row(_name, lambda self, other, made=_made: run(made, (self, other)), _name)
-    _add_row(f"{_name}.out", lambda self, other, *, out, made=_made: run(made, (self, other), out=out), _name)
+_binary("maximum", MAXIMUM, "default out", passes=())
+_binary("minimum", MINIMUM, "default out", passes=())
 _REMAINDER = functor("Remainder", 2, dtypes=NUMBERS, rounds_numbers=True)
 _binary("remainder", _REMAINDER, "Tensor Scalar Scalar_Tensor _Tensor _Scalar Tensor_out Scalar_out")
 _binary(
@@ -210,23 +175,12 @@ _ADD, _SUB = functor("Add", 2), functor("Sub", 2, dtypes=NUMBERS)
 
 
 def _sums(name: str, made: Functor) -> None:
-    def plain(self: Any, other: Any, *, alpha: Any = 1, out: Any = None) -> Any:
+    def handler(self: Any, other: Any, alpha: Any = 1, *, out: Any = None) -> Any:
         if not _alpha(alpha, self, other) or (made is _SUB and (_is_bool(self) or _is_bool(other))):
             return OPTION
         return run(made, (self, other), (alpha,), out=out)
 
-    def scalar(self: Any, other: Any, alpha: Any = 1) -> Any:
-        return plain(self, other, alpha=alpha)
-
-    def into(self: Any, other: Any, alpha: Any = 1) -> Any:
-        return plain(self, other, alpha=alpha, out=self)
-
-    passes = ("self", "other", "alpha")
-    _add_row(f"{name}.Tensor", plain, name, passes=passes)
-    _add_row(f"{name}.Scalar", scalar, name, passes=passes)
-    _add_row(f"{name}_.Tensor", lambda self, other, *, alpha=1: into(self, other, alpha), name, passes=passes)
-    _add_row(f"{name}_.Scalar", into, name, passes=passes)
-    _add_row(f"{name}.out", plain, name, passes=passes)
+    _add_row(name, handler, "Tensor Scalar _Tensor _Scalar out", passes=("self", "other", "alpha"))
 
 
 def _is_bool(operand: Any) -> bool:
@@ -253,8 +207,7 @@ def _rsub(self: Tensor, other: Any, alpha: Any = 1) -> Any:
     return run(_SUB, (other, self), (alpha,))
 
 
-_add_row("rsub.Scalar", _rsub, "rsub", passes=("other", "alpha"))
-_add_row("rsub.Tensor", lambda self, other, *, alpha=1: _rsub(self, other, alpha), "rsub", passes=("other", "alpha"))
+_add_row("rsub", _rsub, "Scalar Tensor", passes=("other", "alpha"))
 
 _DIV = {
     None: functor("Div", 2, dtypes=FLOATS, promotion="float", by_number="Mul", reciprocal=True),
@@ -272,17 +225,8 @@ def _div_mode(self: Any, other: Any, *, rounding_mode: str | None, out: Any = No
 
 
 _binary("div", _DIV[None], "Tensor Scalar _Tensor _Scalar out")
-for _form in ("Tensor_mode", "Scalar_mode"):
-    _add_row(f"div.{_form}", _div_mode, "div")
-    _add_row(
-        f"div_.{_form}",
-        lambda self, other, *, rounding_mode: _div_mode(self, other, rounding_mode=rounding_mode, out=self), "div",
-    )  # fmt: skip
-_add_row("div.out_mode", _div_mode, "div")
-_FLOOR = _DIV["floor"]
-_add_row("floor_divide", lambda self, other: run(_FLOOR, (self, other)), "floor_divide")
-_add_row("floor_divide.out", lambda self, other, *, out: run(_FLOOR, (self, other), out=out), "floor_divide")
-_add_row("floor_divide_.Tensor", lambda self, other: run(_FLOOR, (self, other), out=self), "floor_divide")
+_add_row("div", _div_mode, "Tensor_mode _Tensor_mode Scalar_mode _Scalar_mode out_mode")
+_binary("floor_divide", _DIV["floor"], "default out _Tensor", passes=())
 
 _POW = functor("Pow", 2, dtypes=NUMBERS, rounds_numbers=True)
 _POW_NUMBER = functor("PowNumber", 1, dtypes=FLOATS)
@@ -317,13 +261,8 @@ def _pow(self: Any, exponent: Any, *, out: Any = None) -> Any:
     return run(_POW, (self, exponent), out=out)
 
 
-_add_row("pow.Tensor_Scalar", _pow_number, "pow")
-_add_row("pow.Tensor_Tensor", _pow, "pow")
-_add_row("pow.Scalar", _pow, "pow")
-_add_row("pow_.Scalar", lambda self, exponent: _pow_number(self, exponent, out=self), "pow")
-_add_row("pow_.Tensor", lambda self, exponent: _pow(self, exponent, out=self), "pow")
-_add_row("pow.Tensor_Scalar_out", _pow_number, "pow")
-_add_row("pow.Tensor_Tensor_out", _pow, "pow")
+_add_row("pow", _pow_number, "Tensor_Scalar _Scalar Tensor_Scalar_out")
+_add_row("pow", _pow, "Tensor_Tensor Scalar _Tensor Tensor_Tensor_out")
 
 _IS_CLOSE = functor("IsClose", 2, dtypes=FLOATS, result=torch.bool)
 
@@ -336,7 +275,7 @@ def _isclose(self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-
     return run(_IS_CLOSE, (self, other), (rtol, atol, equal_nan))
 
 
-_add_row("isclose", _isclose, "isclose", composite="no gradient")
+_add_row("isclose", _isclose, composite="no gradient")
 
 _POLAR = functor("Polar", 2, dtypes=frozenset((torch.float32,)), result=torch.int64)
 
@@ -349,5 +288,4 @@ def _polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
     return result if type(result) is NotHandled else result.view(torch.complex64) if out is None else out
 
 
-for _name in ("polar", "polar.out"):  # not replayed: the result is a view
-    _ROWS.append(Overload(_name, "ew", _polar, opinfo=("polar",)))
+_add_row("polar", _polar, "default out", replays=False)  # the result is a view

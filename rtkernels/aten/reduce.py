@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import copy_into
+from rtkernels.aten.elementwise import into_out
 from rtkernels.aten.table import CAPTURE, DTYPE, INVALID, NotHandled, Overload
 from rtkernels.ops.reduce.pairs import all_close, squared_error
 from rtkernels.ops.reduce.reduction import FLOATS, reduce, reducible
@@ -52,90 +52,49 @@ def _reduced(x: Tensor, dim: Any, *, ordered: bool = False) -> tuple[int, ...] |
     return _prepare(x.dtype, x.shape, x.stride(), dim, ordered)
 
 
+def _over(reduced: Callable[..., Any], *, ordered: bool = False) -> Callable[..., Any]:
+    """Return the handler of overloads with and without dimensions, given a function of the reduced dimensions."""
+
+    def handler(x: Tensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        dims = _reduced(x, dim, ordered=ordered)
+        return dims if type(dims) is NotHandled else reduced(x, dims, keepdim, **options)
+
+    return handler
+
+
 def _sum_like(monoid: str) -> Callable[..., Any]:
-    def handler(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-        dims = _reduced(x, dim)
-        if type(dims) is NotHandled:
-            return dims
+    def reduced(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None = None) -> Any:
         natural = x.dtype if x.dtype in FLOATS else torch.int64
         wanted = dtype or natural
         if wanted != natural and not (x.dtype in FLOATS and wanted == torch.float32):
             return _CONVERTED
         return reduce(x, monoid, dims, keepdim, wanted)
 
-    return handler
+    return _over(reduced)
 
 
 _sum, _prod = _sum_like("sum"), _sum_like("product")
 
 
-def _sum_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return _sum(x, None, dtype=dtype)
-
-
-def _prod_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return _prod(x, None, dtype=dtype)
-
-
-def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    dims = _reduced(x, dim)
-    if type(dims) is NotHandled:
-        return dims
+@_over
+def _mean(x: Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None = None) -> Any:
     wanted = dtype or x.dtype
     if x.dtype not in FLOATS or (wanted != x.dtype and wanted != torch.float32):
         return _CONVERTED
     return reduce(x, "sum", dims, keepdim, wanted, finish="divide", number=_count(x, dims))
 
 
-def _mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return _mean(x, None, dtype=dtype)
-
-
 def _count(x: Tensor, dims: Sequence[int]) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-def _extreme(lift: str) -> Callable[..., Any]:
-    def handler(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
-        dims = _reduced(x, dim)
-        if type(dims) is NotHandled:
-            return dims
-        return reduce(x, "maximum", dims, keepdim, x.dtype, lift=lift)
-
-    return handler
-
-
-_amax, _amin = _extreme("value"), _extreme("flip")
-
-
-def _max_all(x: Tensor) -> Any:
-    return _amax(x)
-
-
-def _min_all(x: Tensor) -> Any:
-    return _amin(x)
-
-
-def _extreme_dim(lift: str) -> Callable[..., Any]:
-    def handler(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-        dims = _reduced(x, dim, ordered=True)
-        if type(dims) is NotHandled:
-            return dims
-        return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="os")
-
-    return handler
-
-
-def _arg(lift: str) -> Callable[..., Any]:
-    def handler(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-        if x.dtype == torch.bool:
+def _extreme(lift: str, monoid: str = "maximum", wanted: str = "o") -> Callable[..., Any]:
+    def reduced(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Any:
+        if wanted == "s" and x.dtype == torch.bool:
             return DTYPE
-        dims = _reduced(x, dim, ordered=True)
-        if type(dims) is NotHandled:
-            return dims
-        return reduce(x, "arg_maximum", dims, keepdim, x.dtype, lift=lift, wanted="s")
+        return reduce(x, monoid, dims, keepdim, x.dtype, lift=lift, wanted=wanted)
 
-    return handler
+    return _over(reduced, ordered=monoid == "arg_maximum")
 
 
 def truth(finish: str) -> Callable[..., Any]:
@@ -154,11 +113,9 @@ def truth(finish: str) -> Callable[..., Any]:
     return handler
 
 
-def _count_nonzero(x: Tensor, dim: Any = None) -> Any:
-    dims = _reduced(x, dim)
-    if type(dims) is NotHandled:
-        return dims
-    return reduce(x, "count", dims, False, torch.int64, lift="nonzero")
+@_over
+def _count_nonzero(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Any:
+    return reduce(x, "count", dims, keepdim, torch.int64, lift="nonzero")
 
 
 def _vector_norm(
@@ -184,10 +141,7 @@ def _vector_norm(
 
 
 def _moments(finish: str, wanted: str) -> Callable[..., Any]:
-    def handler(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-        dims = _reduced(x, dim)
-        if type(dims) is NotHandled:
-            return dims
+    def reduced(x: Tensor, dims: tuple[int, ...], keepdim: bool, correction: float | None = None) -> Any:
         if x.dtype not in FLOATS:
             return DTYPE
         divisor = max(_count(x, dims) - (1 if correction is None else correction), 0)
@@ -195,7 +149,7 @@ def _moments(finish: str, wanted: str) -> Callable[..., Any]:
             return _REASONS["empty"]  # no degree of freedom: torch warns
         return reduce(x, "moments", dims, keepdim, x.dtype, finish=finish, number=divisor, wanted=wanted)
 
-    return handler
+    return _over(reduced)
 
 
 def _mse_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Any:
@@ -220,21 +174,8 @@ def _allclose(x: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, 
     return all_close(x, other, rtol, atol, equal_nan)
 
 
-def _into(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ``out=`` form of a handler, for an `out` that has the result's shape and dtype already."""
-
-    def into(*args: Any, out: Tensor, **kwargs: Any) -> Any:
-        made = handler(*args, **kwargs)
-        if isinstance(made, NotHandled):
-            return made
-        fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
-        return copy_into(out, made) if fits else INVALID
-
-    return into
-
-
 def _trace(x: Tensor) -> Any:
-    return _sum(x.diagonal(), None) if x.dim() == 2 else INVALID
+    return _sum(x.diagonal()) if x.dim() == 2 else INVALID
 
 
 def rows() -> Iterator[Overload]:
@@ -243,25 +184,20 @@ def rows() -> Iterator[Overload]:
     def row(name: str, handler: Callable[..., Any], *opinfo: str) -> Overload:
         return Overload(name, "red", handler, opinfo=opinfo, replays=name != "allclose")  # which waits for its result
 
-    yield row("sum", _sum_all, "sum")
+    yield row("sum", _sum, "sum")
     yield row("sum.dim_IntList", _sum, "sum")
-    yield row("mean", _mean_all, "mean")
+    yield row("mean", _mean, "mean")
     yield row("mean.dim", _mean, "mean")
-    yield row("prod", _prod_all, "prod")
+    yield row("prod", _prod, "prod")
     yield row("prod.dim_int", _prod, "prod")
-    yield row("amax", _amax, "amax")
-    yield row("amin", _amin, "amin")
-    yield row("max", _max_all, "max")
-    yield row("min", _min_all, "min")
-    yield row("max.dim", _extreme_dim("value"), "max")
-    yield row("min.dim", _extreme_dim("flip"), "min")
-    yield row("argmax", _arg("value"), "argmax")
-    yield row("argmin", _arg("flip"), "argmin")
+    for which, lift in (("max", "value"), ("min", "flip")):
+        yield row(f"a{which}", _extreme(lift), f"a{which}")
+        yield row(which, _extreme(lift), which)
+        yield row(f"{which}.dim", _extreme(lift, "arg_maximum", "os"), which)
+        yield row(f"arg{which}", _extreme(lift, "arg_maximum", "s"), f"arg{which}")
     for name in ("any", "all"):
-        handler = truth(name)
-        yield row(name, lambda x, handler=handler: handler(x), name)
-        yield row(f"{name}.dim", handler, name)
-        yield row(f"{name}.dims", handler, name)
+        for overload in (name, f"{name}.dim", f"{name}.dims"):
+            yield row(overload, truth(name), name)
     yield row("count_nonzero.dim_IntList", _count_nonzero, "count_nonzero")
     yield row("count_nonzero", _count_nonzero, "count_nonzero")
     yield row("linalg_vector_norm", _vector_norm, "linalg.vector_norm")
@@ -269,8 +205,8 @@ def rows() -> Iterator[Overload]:
     yield row("std.correction", _moments("root", "o"), "std")
     yield row("var_mean.correction", _moments("value", "os"), "var_mean")
     yield row("std_mean.correction", _moments("root", "os"), "std_mean")
-    yield row("sum.out", _into(_sum_all))
-    yield row("sum.IntList_out", _into(_sum))
+    yield row("sum.out", into_out(_sum))
+    yield row("sum.IntList_out", into_out(_sum))
     yield row("trace", _trace, "trace")
     yield row("mse_loss", _mse_loss, "nn.functional.mse_loss")
     yield row("allclose", _allclose, "allclose")

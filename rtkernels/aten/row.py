@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,13 +22,6 @@ _SOFTMAX = Primitive(
     "softmax_as_torch", (Rows("x"),), "scale, log", numbers="scale", results="y",
     outputs=lambda x: (Memory(x.shape, x.dtype),), plan=plan_as_torch,
 )  # fmt: skip
-
-
-@cache
-def _softmax_bwd() -> Any:  # imported by the first call: `enable` is to be quick
-    from rtkernels.ops.reduce.softmax import BACKWARD
-
-    return BACKWARD
 
 
 def _columns(x: Tensor, dim: int) -> Tensor:
@@ -56,7 +48,9 @@ def _softmax_backward(log: bool) -> Callable[..., Any]:
         if (refused := refused_rows(output, dim, FLOATS)) is not None:
             return refused
         if dim in (-1, output.dim() - 1):
-            return _softmax_bwd().launch(grad_output, output, None, 1.0, log)
+            from rtkernels.ops.reduce.softmax import BACKWARD  # not before the first call: `enable` is to be quick
+
+            return BACKWARD.launch(grad_output, output, None, 1.0, log)
         return softmax_columns_grad(_columns(grad_output, dim), _columns(output, dim), log).view(output.shape)
 
     return handler
@@ -97,7 +91,11 @@ def _layer_norm_backward(
         dx = row_norm.BACKWARD(grad_out, x, weight, mean, rstd, over)
     if output_mask[1] or output_mask[2]:
         dw, db = row_norm.PARAMETERS(grad_out, x, mean, rstd, over, output_mask[2])
-    return dx, dw if output_mask[1] else None, db if output_mask[2] else None
+    return _wanted(output_mask, dx, dw, db)
+
+
+def _wanted(mask: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor | None, ...]:
+    return dx if mask[0] else None, dw if mask[1] else None, db if mask[2] else None
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:
@@ -156,9 +154,7 @@ def _group_norm_backward(
     given = (t.reshape(N, C, HxW) for t in (grad_out, x))
     dx, parameters = group_norm.group_norm_grads(*given, weight, mean, rstd, group, wanted)
     dw, db = parameters or (None, None)
-    return (
-        dx.view(x.shape) if output_mask[0] else None, dw if output_mask[1] else None, db if output_mask[2] else None,
-    )  # fmt: skip
+    return _wanted(output_mask, None if dx is None else dx.view(x.shape), dw, db)
 
 
 def _channels_apart(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -219,10 +215,7 @@ def _batch_norm_backward(
     wanted = output_mask[0], output_mask[1] or output_mask[2]
     dx, sums = batch_norm.batch_norm_grads(dy.view(shape), dense.view(shape), weight, mean, rstd, train, wanted)
     dw, db = (None, None) if sums is None else sums.to(x.dtype if weight is None else weight.dtype).unbind()
-    return (
-        None if dx is None else dx.view(dense.shape).permute(back), dw if output_mask[1] else None,
-        db if output_mask[2] else None,
-    )  # fmt: skip
+    return _wanted(output_mask, None if dx is None else dx.view(dense.shape).permute(back), dw, db)
 
 
 def _weights_refused(v: Tensor, g: Tensor, dim: int, *norms: Tensor) -> NotHandled | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.elementwise import copy_into, shares_partly
+from rtkernels.aten.elementwise import into_out, shares_partly
 from rtkernels.aten.table import CAPTURE, DTYPE, EMPTY, INVALID, OVERLAP, RANK, NotHandled, Overload, refused_rows
 from rtkernels.ops.scan.compact import chosen, nonzero, repeated
 from rtkernels.ops.scan.running import running
@@ -42,11 +42,7 @@ def _extreme(flip: bool) -> Callable[..., Any]:
 def _cumsum_out(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor) -> Any:
     if shares_partly(x, out):
         return OVERLAP  # torch refuses it
-    made = _cumsum(x, dim, dtype=dtype)
-    if isinstance(made, NotHandled):
-        return made
-    fits = (out.shape, out.dtype, out.device) == (made.shape, made.dtype, made.device)
-    return copy_into(out, made) if fits else INVALID
+    return into_out(_cumsum)(x, dim, dtype=dtype, out=out)
 
 
 def _nonzero(x: Tensor) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,22 +114,6 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Any, *, in_place: bool = F
     return _write(x, src, (index,), dim, from_end=False, in_place=in_place)
 
 
-def _scatter_src(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    return _scatter(x, dim, index, src)
-
-
-def _scatter_src_(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    return _scatter(x, dim, index, src, in_place=True)
-
-
-def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
-    return _scatter(x, dim, index, value)
-
-
-def _scatter_value_(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
-    return _scatter(x, dim, index, value, in_place=True)
-
-
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *, in_place: bool = False) -> Any:
     """Assign through one tensor of indices along any dimension, or two along neighbouring ones."""
     if accumulate:
@@ -165,9 +150,8 @@ def _index_put_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = Fals
 
 def rows() -> Iterator[Overload]:
     """Yield the overloads of this family. None replays: deterministic mode is not in the key of a call."""
-    yield Overload("scatter.src", "idx", _scatter_src, opinfo=("scatter",))
-    yield Overload("scatter.value", "idx", _scatter_value, opinfo=("scatter",))
-    yield Overload("scatter_.src", "idx", _scatter_src_, opinfo=("scatter",))
-    yield Overload("scatter_.value", "idx", _scatter_value_, opinfo=("scatter",))
+    for source in ("src", "value"):
+        yield Overload(f"scatter.{source}", "idx", _scatter, opinfo=("scatter",))
+        yield Overload(f"scatter_.{source}", "idx", partial(_scatter, in_place=True), opinfo=("scatter",))
     yield Overload("index_put", "idx", _index_put, opinfo=("index_put",))
     yield Overload("index_put_", "idx", _index_put_, opinfo=("index_put",))

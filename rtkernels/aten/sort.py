@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,27 +19,6 @@ _LONG, _MANY = NotHandled("rows too long"), NotHandled("k above 256")
 _INEXACT = NotHandled("a number that the dtype cannot represent")
 
 
-@cache
-def _router_topk() -> Any:  # imported by the first call: `enable` is to be quick
-    from rtkernels.ops.router.topk import FORWARD
-
-    return FORWARD
-
-
-@cache
-def _comparisons() -> Any:
-    from rtkernels.aten.pointwise import COMPARISONS
-
-    return COMPARISONS
-
-
-@cache
-def _truth(finish: str) -> Any:
-    from rtkernels.aten.reduce import truth
-
-    return truth(finish)
-
-
 def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
     """Return x as (rows, n) with `dim` as the row, dense."""
     if (refused := refused_rows(x, dim, TOKEN)) is not None:
@@ -49,7 +27,7 @@ def _rows_of(x: Tensor, dim: int) -> Tensor | NotHandled:
     return _LONG if n > LONGEST else x.movedim(dim, -1).reshape(-1, n)
 
 
-def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
+def _sort(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
     rows = _rows_of(x, dim)
     if isinstance(rows, NotHandled):
         return rows
@@ -65,10 +43,6 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
     return tuple(made)
 
 
-def _sort_stable(x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
-    return _sort(x, dim, descending)
-
-
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     rows = _rows_of(x, dim)
     if isinstance(rows, NotHandled):
@@ -82,7 +56,9 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
         return _MANY
     moved = x.movedim(dim, -1).shape[:-1]
     if largest and k <= 64 and n <= 8192 and x.dtype in FLOATS:
-        made = _router_topk().launch(rows, k, True)
+        from rtkernels.ops.router.topk import FORWARD  # not before the first call: `enable` is to be quick
+
+        made = FORWARD.launch(rows, k, True)
     else:
         made = best_of_rows(rows, k, largest)
     if dim in (-1, x.dim() - 1):
@@ -129,8 +105,10 @@ def _isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = Fals
 def _isin_number(elements: Tensor, test_element: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
     if type(test_element) not in (int, float) or elements.dtype == torch.bool:
         return DTYPE
+    from rtkernels.aten.pointwise import COMPARISONS
+
     out = None if elements.is_contiguous() else torch.empty(elements.shape, dtype=torch.bool, device=elements.device)
-    return run(_comparisons()["ne" if invert else "eq"], (elements, test_element), out=out)
+    return run(COMPARISONS["ne" if invert else "eq"], (elements, test_element), out=out)
 
 
 def _number_isin(element: Any, test_elements: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
@@ -146,8 +124,11 @@ def _number_isin(element: Any, test_elements: Tensor, *, assume_unique: bool = F
             return _INEXACT  # torch compares as double or as float, depending on the number of elements
     elif type(element) is float:
         return DTYPE
-    found = run(_comparisons()["ne" if invert else "eq"], (test_elements, element))
-    return found if isinstance(found, NotHandled) else _truth("all" if invert else "any")(found)
+    from rtkernels.aten.pointwise import COMPARISONS
+    from rtkernels.aten.reduce import truth
+
+    found = run(COMPARISONS["ne" if invert else "eq"], (test_elements, element))
+    return found if isinstance(found, NotHandled) else truth("all" if invert else "any")(found)
 
 
 def _randperm(
@@ -165,7 +146,7 @@ def rows() -> Iterator[Overload]:
     """Yield the overloads of this family."""
     yield Overload("sort", "sort", _sort, opinfo=("msort",), replays=True)
     # Which of equal elements comes first is free without `stable`, and in topk: torch's samples compare indices.
-    yield Overload("sort.stable", "sort", _sort_stable, replays=True)
+    yield Overload("sort.stable", "sort", _sort, replays=True)
     yield Overload("topk", "sort", _topk, replays=True)
     yield Overload("_unique2", "sort", _unique2, opinfo=("unique",))
     yield Overload("randperm", "sort", _randperm)

@@ -7,7 +7,6 @@ How a family contributes rows: see the package's docstring.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,29 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.aten.measured import DEFAULT, MODULE_OF
+from rtkernels.aten.measured import DEFAULT
 from rtkernels.aten.selection import asked
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.suggest import did_you_mean
 
-# Module -> families of its rows. A module that does not exist contributes nothing.
-MODULES = {
-    "pointwise": ("ew",),
-    "ternary": ("ew",),
-    "gradients": ("ew",),
-    "copy": ("copy",),
-    "concat": ("copy",),
-    "reduce": ("red",),
-    "row": ("row",),
-    "loss": ("row",),
-    "scan": ("scan",),
-    "index": ("idx",),
-    "scatter": ("idx",),
-    "sort": ("sort",),
-    "rng": ("rng",),
-    "window": ("win",),
+MODULES = {  # the family of their rows
+    "pointwise": "ew",
+    "ternary": "ew",
+    "gradients": "ew",
+    "copy": "copy",
+    "concat": "copy",
+    "reduce": "red",
+    "row": "row",
+    "loss": "row",
+    "scan": "scan",
+    "index": "idx",
+    "scatter": "idx",
+    "sort": "sort",
+    "rng": "rng",
+    "window": "win",
 }
-FAMILIES = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
+FAMILIES = tuple(dict.fromkeys(MODULES.values()))
 
 ONLY_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward")  # composites in a torch without CUDA
 
@@ -56,7 +54,7 @@ MIN_ELEMENTS = {
     "sort": 1 << 16,
     "rng": 1 << 24,
     "win": 1 << 22,
-    **DEFAULT,
+    **{name: elements for name, (_, elements) in DEFAULT.items()},
 }
 
 
@@ -134,11 +132,10 @@ class Overload:
 def table() -> dict[str, Overload]:
     """Return every row by the name of its overload, importing all family modules."""
     found: dict[str, Overload] = {}
-    for module, families in MODULES.items():
-        if importlib.util.find_spec(f"rtkernels.aten.{module}") is None:
-            continue
+    for module, family in MODULES.items():
         for row in rows_of(module):
-            _check(row, families, found)
+            if row.family != family or row.name in found:
+                raise ArgumentError(f"{row.name} has two rows, or one of another family than {family}")
             found[row.name] = replace(row, default=True) if row.name in DEFAULT else row
     return found
 
@@ -146,8 +143,8 @@ def table() -> dict[str, Overload]:
 def default_rows() -> dict[str, Overload]:
     """Return the default set. Handlers are imported by the first call that is large enough for them."""
     return {
-        name: Overload(name, MODULES[module][0], None, default=True)
-        for name, module in MODULE_OF.items() if name not in ONLY_ON_CUDA or has_cuda_kernel(name)
+        name: Overload(name, MODULES[module], None, default=True)
+        for name, (module, _) in DEFAULT.items() if name not in ONLY_ON_CUDA or has_cuda_kernel(name)
     }  # fmt: skip
 
 
@@ -158,9 +155,7 @@ def has_cuda_kernel(name: str) -> bool:
 
 def row_of(name: str) -> Overload:
     """Return a row, importing its module only where the default set says which that is."""
-    if name in MODULE_OF:
-        return next(row for row in rows_of(MODULE_OF[name]) if row.name == name)
-    return table()[name]
+    return next(row for row in rows_of(DEFAULT[name][0]) if row.name == name) if name in DEFAULT else table()[name]
 
 
 @cache
@@ -200,12 +195,9 @@ def select(include: Any, exclude: Any) -> dict[str, Overload]:
 
 
 def schema_of(name: str) -> Any:
-    """Return the overload's schema; a name without one raises, where torch would accept it and never call it."""
+    """Return the overload's schema."""
     base, _, overload = name.partition(".")
-    try:
-        return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
-    except AttributeError:
-        raise ArgumentError(f"aten has no overload {name!r}") from None
+    return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
 
 
 def _names(name: str, rows: dict[str, Overload], argument: str) -> set[str]:
@@ -224,10 +216,3 @@ def _names(name: str, rows: dict[str, Overload], argument: str) -> set[str]:
             f"{did_you_mean(name, known)}; rtkernels.aten.overloads() lists them"
         )
     return found
-
-
-def _check(row: Overload, families: tuple[str, ...], found: dict[str, Overload]) -> None:
-    if row.family not in families:
-        raise ArgumentError(f"{row.name} is of family {row.family!r}; expected {' or '.join(families)}")
-    if row.name in found:
-        raise ArgumentError(f"{row.name} has two rows, of {found[row.name].family} and {row.family}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -13,19 +12,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtkernels.aten.elementwise import copy_into, fits, meta_of, output_strides, rounded, run
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
-from rtkernels.aten.table import OPTION, NotHandled, Overload
+from rtkernels.aten.table import OPTION, NotHandled
 from rtkernels.runtime.launch.memory import dense_strides
 
-_ROWS: list[Overload] = []
-_add_row = row_adder(_ROWS)
+_add_row, rows = row_adder()
 _BOOL = NotHandled("bool")
-
-
-def rows() -> Iterator[Overload]:
-    """Yield the rows of this module."""
-    yield from _ROWS
-
-
 _CLAMP = functor("Clamp", 3, dtypes=NUMBERS, numbers_count=False)
 
 
@@ -50,15 +41,10 @@ def _clamp(self: Tensor, min: Any = None, max: Any = None, *, out: Any = None) -
     return run(_CLAMP, (self, min, max), out=out)
 
 
-for _form in ("", ".Tensor"):
-    _add_row(f"clamp{_form}", _clamp, "clamp")
-    _add_row(f"clamp_{_form}", lambda self, min=None, max=None: _clamp(self, min, max, out=self), "clamp")
-    _add_row(f"clamp_min{_form}", lambda self, min: _clamp(self, min), "clamp_min")
-    _add_row(f"clamp_min_{_form}", lambda self, min: _clamp(self, min, out=self), "clamp_min")
-    _add_row(f"clamp_max{_form}", lambda self, max: _clamp(self, None, max), "clamp_max")
-    _add_row(f"clamp_max_{_form}", lambda self, max: _clamp(self, None, max, out=self), "clamp_max")
-_add_row("clamp.out", _clamp, "clamp")
-_add_row("clamp.Tensor_out", _clamp, "clamp")
+_FORMS = "default _default Tensor _Tensor"
+_add_row("clamp", _clamp, f"{_FORMS} out Tensor_out")
+_add_row("clamp_min", lambda self, min, *, out=None: _clamp(self, min, out=out), _FORMS)
+_add_row("clamp_max", lambda self, max, *, out=None: _clamp(self, None, max, out=out), _FORMS)
 
 _LERP = functor("Lerp", 3, dtypes=FLOATS)
 _LERP_NUMBER = functor("LerpNumber", 2, dtypes=FLOATS)
@@ -72,23 +58,16 @@ def _lerp(self: Tensor, end: Tensor, weight: Any, *, out: Any = None) -> Any:
     return run(_LERP_NUMBER, (self, end), (weight,), out=out) if type(weight) in (int, float) else OPTION
 
 
-for _form in ("Tensor", "Scalar"):
-    _add_row(f"lerp.{_form}", _lerp, "lerp", passes=("weight",))
-    _add_row(f"lerp_.{_form}", lambda self, end, weight: _lerp(self, end, weight, out=self), "lerp", passes=("weight",))
-    _add_row(f"lerp.{_form}_out", _lerp, "lerp", passes=("weight",))
+_add_row("lerp", _lerp, "Tensor _Tensor Tensor_out Scalar _Scalar Scalar_out", passes=("weight",))
 
 
 def _addc(name: str, made: Functor) -> None:
-    def plain(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1, out: Any = None) -> Any:
+    def handler(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Any = 1, out: Any = None) -> Any:
         if type(value) not in (int, float):
             return OPTION
         return run(made, (self, tensor1, tensor2), (value,), out=out)
 
-    _add_row(name, plain, name, passes=("value",))
-    _add_row(
-        f"{name}_", lambda self, a, b, *, value=1: plain(self, a, b, value=value, out=self), name, passes=("value",)
-    )
-    _add_row(f"{name}.out", plain, name, passes=("value",))
+    _add_row(name, handler, "default _default out", passes=("value",))
 
 
 _addc("addcmul", functor("Addcmul", 3, dtypes=NUMBERS))
@@ -110,7 +89,7 @@ def _addr(self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any
     return run(_ADDR, (self, vec1[:, None], vec2), (beta, alpha))
 
 
-_add_row("addr", _addr, "addr")
+_add_row("addr", _addr)
 _WHERE = functor("Where", 3, own=1)
 _MASKED_FILL = functor("MaskedFill", 3, own=2, promotion="first")
 
@@ -121,15 +100,14 @@ def _where(condition: Tensor, self: Tensor, other: Tensor, *, out: Any = None) -
     return run(_WHERE, (condition, self, other), out=out)
 
 
-_add_row("where.self", _where, "where")
-_add_row("where.self_out", _where, "where")
+_add_row("where", _where, "self self_out")
 
 
 def _masked_fill(self: Tensor, mask: Tensor, value: Any, *, out: Any = None) -> Any:
     if mask.dtype != torch.bool or type(value) is complex:
         return OPTION
     if isinstance(value, Tensor):
-        if value.dim() or not _castable(value.dtype, self.dtype):
+        if value.dim() or not torch.can_cast(value.dtype, self.dtype):
             return OPTION
     elif isinstance(value, float) and not self.is_floating_point():
         return OPTION
@@ -155,15 +133,7 @@ def _masked_fill_keeps_strides() -> bool:
         return torch.masked_fill(x, x > 0, 0.0).stride() == x.stride()
 
 
-def _castable(source: torch.dtype, to: torch.dtype) -> bool:
-    return torch.can_cast(source, to)
-
-
-for _form in ("Scalar", "Tensor"):
-    _add_row(f"masked_fill.{_form}", _masked_fill, "masked_fill")
-    _add_row(
-        f"masked_fill_.{_form}", lambda self, mask, value: _masked_fill(self, mask, value, out=self), "masked_fill"
-    )
+_add_row("masked_fill", _masked_fill, "Scalar _Scalar Tensor _Tensor")
 
 
 def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
@@ -177,6 +147,4 @@ def _fill(self: Tensor, value: Any, *, out: Tensor | None = None) -> Any:
     return run(FILL, (), (value,), out=to, common=self.dtype)
 
 
-for _form in ("Scalar", "Tensor"):
-    _add_row(f"fill.{_form}", _fill, "fill", passes=("value",))
-    _add_row(f"fill_.{_form}", lambda self, value: _fill(self, value, out=self), "fill", passes=("value",))
+_add_row("fill", _fill, "Scalar _Scalar Tensor _Tensor", passes=("value",))

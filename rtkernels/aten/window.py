@@ -44,30 +44,30 @@ def _size(n: int, window: int, step: int, pad: int, dilation: int, ceil_mode: bo
 def _windows(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
     """Return the result's height and width, and what kernels know of a window.
 
-    None for what torch refuses, and for numbers with which places would leave 32 bits.
+    NotHandled for what torch refuses, and for numbers with which places would leave 32 bits.
     """
+    if (refused := _refused(x)) is not None:
+        return refused
     kernel, padding, dilation = _pair(kernel), _pair(padding), _pair(dilation)
     stride = kernel if isinstance(stride, (list, tuple)) and not stride else _pair(stride)
     if None in (kernel, stride, padding, dilation) or min(*kernel, *stride, *dilation) < 1:
-        return None
+        return INVALID
     if max(*kernel, *stride, *dilation) >= 2**29:
-        return None
+        return INVALID
     if any(pad < 0 or 2 * pad > window for pad, window in zip(padding, kernel, strict=True)):
-        return None
+        return INVALID
     per_dim = zip(x.shape[-2:], kernel, stride, padding, dilation, strict=True)
     out = tuple(_size(*how, ceil_mode) for how in per_dim)
-    return None if min(out) < 1 else (out, (*kernel, *stride, *padding), dilation)
+    return INVALID if min(out) < 1 else (out, (*kernel, *stride, *padding), dilation)
 
 
 def _avg_pool2d(
     x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Any:  # fmt: skip
-    if (refused := _refused(x)) is not None:
-        return refused
-    found = _windows(x, kernel_size, stride, padding, 1, ceil_mode)
-    if found is None or divisor_override == 0:
-        return INVALID
+    found = INVALID if divisor_override == 0 else _windows(x, kernel_size, stride, padding, 1, ceil_mode)
+    if isinstance(found, NotHandled):
+        return found
     out, window, _ = found
     y = avg_pool(_planes(x), out, window, count_include_pad, divisor_override or 0)
     return y if x.dim() == 4 else y.squeeze(0)
@@ -76,11 +76,9 @@ def _avg_pool2d(
 def _max_pool2d(
     x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
-    if (refused := _refused(x)) is not None:
-        return refused
     found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
-    if found is None:
-        return INVALID
+    if isinstance(found, NotHandled):
+        return found
     made = max_pool(_planes(x), *found)
     return made if x.dim() == 4 else tuple(result.squeeze(0) for result in made)
 
@@ -114,11 +112,9 @@ def _avg_pool2d_backward(
     grad_output: Tensor, x: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> Any:  # fmt: skip
-    if (refused := _refused(x)) is not None:
-        return refused
-    found = _windows(x, kernel_size, stride, padding, 1, ceil_mode)
-    if found is None or divisor_override == 0:
-        return INVALID
+    found = INVALID if divisor_override == 0 else _windows(x, kernel_size, stride, padding, 1, ceil_mode)
+    if isinstance(found, NotHandled):
+        return found
     out, window, _ = found
     if (refused := _gradient_refused(grad_output, x, out)) is not None:
         return refused
@@ -130,10 +126,10 @@ def _max_pool2d_backward(
     grad_output: Tensor, x: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
     indices: Tensor,
 ) -> Any:  # fmt: skip
-    if (refused := _refused(x)) is not None:
-        return refused
     found = _windows(x, kernel_size, stride, padding, dilation, ceil_mode)
-    if found is None or indices.dtype != torch.int64 or indices.shape != grad_output.shape:
+    if isinstance(found, NotHandled):
+        return found
+    if indices.dtype != torch.int64 or indices.shape != grad_output.shape:
         return INVALID
     out, window, dilation = found
     if (refused := _gradient_refused(grad_output, x, out)) is not None:

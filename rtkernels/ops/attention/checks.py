@@ -10,12 +10,22 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Bias, Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 256  # of a head
 MAX_LENGTH = 2**29  # of a sequence: positions plus windows stay within 32 bits
-LAYOUTS = ("blhd", "bhld")
+LAYOUT = Among(("blhd", "bhld"), "one of blhd, bhld")
+
+
+def check_dims(dims: int, order: str = "", **tensors: Any) -> None:
+    """Raise an ArgumentError that names the first argument that is not a tensor of so many dimensions."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or t.dim() != dims:
+            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
+            raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions{order}")
+
 
 
 class Heads(Argument):

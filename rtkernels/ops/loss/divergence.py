@@ -12,8 +12,8 @@ from rtkernels.ops.loss.divergence_operators import BACKWARD, BOTH, EACH, FORWAR
 from rtkernels.ops.loss.divergence_plan import BY_ELEMENTS, BY_FIRST, BY_NOTHING, LOGARITHM, MIXED, PROBABILITY, REVERSE
 from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import token
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.checks import check_dimensions, token
+from rtkernels.runtime.operator.arguments import Within, check_integer, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -101,8 +101,7 @@ def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> lis
         if not isinstance(logits, Tensor):
             raise ArgumentError(f"{name} is a {type(logits).__name__}; expected a torch.Tensor")
         token(name, logits.dtype)
-        if not logits.dim():
-            raise ArgumentError(f"{name} has no dimensions; expected at least one")
+        check_dimensions(name, logits.shape)
     return [log_softmax(logits, scale=1.0 / temperature) for logits in (input, target)]
 
 
@@ -158,7 +157,7 @@ def kl_div(
     return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
 
 
-@public
+@public(options={"beta": Within("float", "0.0 <= beta <= 1.0", "0 to 1")})
 def jsd(
     input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: str = "batchmean", labels: Tensor | None = None,
     ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0, one_pass: bool = False,
@@ -188,8 +187,6 @@ def jsd(
         A float32 scalar, or with "none" a contiguous tensor of input's shape and dtype.
     """
     _check_temperature(temperature, from_logits)
-    if not 0.0 <= check_number("beta", beta) <= 1.0:
-        raise ArgumentError(f"beta is {beta}; expected 0 to 1")
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)
     mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED

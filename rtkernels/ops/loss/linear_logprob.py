@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
+from rtkernels.ops.loss.cross_entropy_plan import SOFTCAP, as_autocast, check_vocabulary
 from rtkernels.ops.loss.linear_logprob_checks import check_inputs, check_numbers
 from rtkernels.ops.loss.linear_logprob_head import candidates
 from rtkernels.ops.loss.linear_logprob_operators import BACKWARD, BACKWARD_SAVED, FINISH, PARTS, add_gradients
@@ -18,7 +19,7 @@ from rtkernels.ops.loss.linear_logprob_parallel import all_parts, complete
 from rtkernels.ops.loss.linear_logprob_projected import BACKWARD as PROJECTED_BACKWARD
 from rtkernels.ops.loss.linear_logprob_projected import PROJECT
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, Within, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.main_grad import start_of
@@ -149,7 +150,14 @@ def _check_projected(trains_head: bool, wants_more: bool) -> None:
         raise ArgumentError("save is 'projected' with log_sum_sq or mean_logit; expected 'stats' or 'logits'")
 
 
-@public
+_OPTIONS = {
+    "save": Among(SAVES, "one of 'stats', 'logits', 'projected'"), "logit_scale": Within("float"),
+    "softcap": SOFTCAP,
+    "chunk_bytes": Within("int", "chunk_bytes >= 1", "at least 1, or None"),
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     logit_scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0,
@@ -209,12 +217,7 @@ def linear_logprob(
         mean_logit (float32) and top1 (bool) behind it, in this order, of the shape of hidden without its last
         dimension.
     """
-    if save not in SAVES:
-        raise ArgumentError(f"save is {save!r}; expected one of 'stats', 'logits', 'projected'")
-    if softcap is not None and not check_number("softcap", softcap) > 0:
-        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
-    if group is None and (vocab_start is not None or vocab_size is not None):
-        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    check_vocabulary(group, vocab_start, vocab_size)
     if is_sharded(hidden) or is_sharded(weight):
         from rtkernels.ops.loss.linear_logprob_shards import linear_logprob_of_shards
 
@@ -227,19 +230,15 @@ def linear_logprob(
             "save": save, "chunk_bytes": chunk_bytes,
         }  # fmt: skip
         return linear_logprob_of_shards(linear_logprob, hidden, weight, ids, bias, temperature, given)
-    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     if chunk_bytes is None:
         chunk_bytes = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
-    elif check_integer("chunk_bytes", chunk_bytes) < 1:
-        raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
     temperatures = None
     if isinstance(temperature, Tensor):
         if is_grad_enabled() and temperature.requires_grad:
             raise ArgumentError("temperature requires a gradient; expected none: it is not differentiable")
         temperatures, temperature = temperature, 1.0
-    numbers = check_number("logit_scale", logit_scale), softcap or 0.0, check_number("temperature", temperature)
+    numbers = logit_scale, softcap or 0.0, check_number("temperature", temperature)
     numbers = tuple(map(constant, numbers)) if is_dynamo_compiling() else numbers
     bits = plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1
     returned = return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1
@@ -257,8 +256,7 @@ def linear_logprob(
         results = _LinearLogprob.apply(hidden, weight, ids, bias, temperatures, call)
     else:
         *results, _ = forward(hidden, weight, ids, bias, temperatures, call)
-    chosen = (return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1)
-    extra = tuple(t for t, is_wanted in zip(results[1:], chosen, strict=True) if is_wanted)
+    extra = tuple(t for t, is_wanted in zip(results[1:], returned, strict=True) if is_wanted)
     return (results[0], *extra) if extra else results[0]
 
 
