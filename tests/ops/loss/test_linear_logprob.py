@@ -177,8 +177,10 @@ def test_logits_of_ignored_rows_do_not_matter(save: str, dtype: torch.dtype, pla
         for scale in (1.0, 300.0, torch.inf, torch.nan):
             hidden = values[0].clone()
             hidden[0, 1] *= scale  # row 1 is the ignored one
-            leaves = [t.clone().requires_grad_(save != "projected" or i == 0) for i, t in enumerate((hidden, *values[1:]))]
-            options = {"bias": leaves[2], "save": save, "softcap": None, "return_entropy": True, "chunk_bytes": 1}
+            leaves = [t.clone() for t in (hidden, *values[1:])]
+            for leaf in leaves[: 1 if save == "projected" else 3]:
+                leaf.requires_grad_()
+            options = {"bias": leaves[2], "save": save, "return_entropy": True, "chunk_bytes": 1}
             logprob, entropy = linear_logprob(*leaves[:2], ids, **options)
             (logprob.sum() + entropy.sum()).backward()
             assert not logprob[0, 1].any() and not entropy[0, 1] and not leaves[0].grad[0, 1].any()
