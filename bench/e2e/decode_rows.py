@@ -5,7 +5,8 @@ is over, so that the table can be filled in parts. Without ``--out``, rows are o
 prompt length and a batch size; every model and arm is a process of its own. With ``--together``, six of them prepare
 and compile at once, and measure one after the other. "hf_compile" is transformers with a static cache and
 ``torch.compile(mode="reduce-overhead")``; "generate" is a patched model, "generate_fp8" one of
-``serve_fp8(head=True)``.
+``serve_fp8(head=True)``. "generate_invariant", not measured by default, is "generate" inside of ``batch_invariant(1)``:
+``--models qwen3_8b_8 --arms generate,generate_invariant --prompts 1024 --batches 1,32,128`` shows what that costs.
 
 Bytes are those that a token has to read: linear layers and head once, of experts as many as the batch can choose, and
 the keys and values of half of the new tokens and the prompt. The floor is their time at the rate of a copy in the same
@@ -102,6 +103,7 @@ class Generated:
         import rtkernels
 
         self.model, self.device = model, str(next(model.parameters()).device.type)
+        self.level = int(arm == "generate_invariant")
         model.config.use_cache = model.generation_config.use_cache = True
         if arm == "generate_fp8":
             rtkernels.models.serve_fp8(model, head=True)
@@ -115,6 +117,12 @@ class Generated:
         return (time.perf_counter() - start) * 1000
 
     def measure(self, ids: Any, new: int) -> dict[str, Any]:
+        from rtkernels import batch_invariant
+
+        with batch_invariant(self.level):
+            return self._measured(ids, new)
+
+    def _measured(self, ids: Any, new: int) -> dict[str, Any]:
         from rtkernels.models.generation import loop
 
         short = max(new // 4, 1)

@@ -79,6 +79,19 @@ def _liger_chunked(hidden: Any, weight: Any, ids: Any, g: Any = None) -> Call:
     return both
 
 
+def _liger_frozen(hidden: Any, weight: Any, ids: Any, g: Any) -> Call:
+    """The same chunks, with the gradient of hidden states alone."""
+    import torch
+    from liger_kernel.chunked_loss.fused_linear_ppo import _ChunkedSelectiveLogProbFunction
+
+    def both() -> tuple[Any, ...]:
+        leaf = hidden.detach().requires_grad_()
+        logprob = _ChunkedSelectiveLogProbFunction.apply(leaf, weight, ids, None, 1.0, 4096)
+        return logprob.detach(), *torch.autograd.grad(logprob, leaf, g.to(logprob.dtype))
+
+    return both
+
+
 def _verl(**given: Any) -> Call:
     """Its Triton kernel; what it calls log-probabilities are those, not losses."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
@@ -118,6 +131,6 @@ _HEADS = {"trl": _trl, "liger": _liger, "liger_chunked": _liger_chunked, "verl":
 ADAPTERS: Table = {
     "linear_logprob": _HEADS,
     "linear_logprob_grad": _HEADS,
-    "linear_logprob_frozen": {"trl": _trl_frozen},
+    "linear_logprob_frozen": {"trl": _trl_frozen, "liger_chunked": _liger_frozen},
     "linear_divergence": {"trl": _trl_divergence, "liger": _liger_divergence},
 }

@@ -27,8 +27,8 @@ struct ProbabilityCodes {
 #pragma unroll
             for (int j = 1; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
             const float now = fmaxf(state.top[r], quad_max(largest));
-            const float from = now == negative_infinity() ? 0.0f : now * factor[r];
-            correction[r] = ptx::ex2(state.top[r] * factor[r] - from);
+            const float from = scaled_top(now, factor[r]);
+            correction[r] = fall_of(state.top[r], factor[r], from);
             state.top[r] = now;
             const float offset = kLog2 - from;
             float part = 0.0f;

@@ -116,7 +116,7 @@ struct LatentBlock {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float top = __uint_as_float(tops.w[r]);
-                correction[r] = ptx::ex2(softmax.top[r] * factor - (top == negative_infinity() ? 0.0f : top * factor));
+                correction[r] = fall_of(softmax.top[r], factor, scaled_top(top, factor));
                 softmax.top[r] = top;
                 softmax.sum[r] *= correction[r];
             }

@@ -27,6 +27,14 @@ RTK_DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// A maximum in units of log2, 0 without keys. Rounded, not part of a multiply-add: see fall_of.
+RTK_DEVICE float scaled_top(float top, float factor) {
+    return top == negative_infinity() ? 0.0f : __fmul_rn(top, factor);
+}
+// 2^-rise where a maximum becomes the one that is `scaled` (scaled_top). Exactly 1 if it stays: tiles of keys that a row
+// does not see, which are read for other rows, must not change its bits. In a multiply-add, the rounding would remain.
+RTK_DEVICE float fall_of(float top, float factor, float scaled) { return ptx::ex2(__fmul_rn(top, factor) - scaled); }
+
 // The smaller of the two, NaN if x is NaN.
 RTK_DEVICE float fmin_nan(float x, float limit) { return x > limit ? limit : x; }
 
@@ -69,8 +77,8 @@ struct SoftmaxState {
             for (int j = 1; j < N / 4; ++j) largest = fmaxf(largest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
             float now = fmaxf(top[r], quad_max(largest));
             if constexpr (LAG > 0) now = (now - top[r]) * factor[r] > LAG ? now : top[r];
-            const float from = now == negative_infinity() ? 0.0f : now * factor[r];
-            correction[r] = ptx::ex2(top[r] * factor[r] - from);
+            const float from = scaled_top(now, factor[r]);
+            correction[r] = fall_of(top[r], factor[r], from);
             top[r] = now;
             float part = 0.0f;
 #pragma unroll

@@ -172,9 +172,10 @@ __global__ void __launch_bounds__(256)
     if (first >= cols) return;
     const Distributions both(stats, row, rows, temperature, beta);
     const float centre = stats[4 * rows + row];
-    const float g = ids[row] == ignore_index ? 0.0f : dloss[row] * both.inverse;
+    const bool counts = ids[row] != ignore_index;
+    const float g = dloss[row] * both.inverse;
     auto of_pair = [&](float x, float y) {
-        if (g == 0.0f) return 0.0f;
+        if (!counts) return 0.0f;
         const Pair d = both.at(x, y);
         const float q = expf(d.log_q);
         if (kind == 0) return g * (q - expf(d.log_p));

@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(128)
 }
 
 // What the gradient of a row is made of, [6, rows]: top, level, then constant, slope, square and offset of
-// dz = p * (constant + slope * log p + square * p) + offset; all 0 for ignored rows. Incoming gradients may be null; so
-// may entropy and log_sum_sq if theirs are. A thread owns a row.
+// dz = p * (constant + slope * log p + square * p) + offset. The level of ignored rows is +inf, the others are 0.
+// Incoming gradients may be null; so may entropy and log_sum_sq if theirs are. A thread owns a row.
 template <typename T>
 __global__ void __launch_bounds__(128)
     logprob_terms(const T* dlogprob, const T* dentropy, const T* dlse, const T* dsquares, const T* dmean,
@@ -172,14 +172,15 @@ __global__ void __launch_bounds__(128)
         }
         if (dmean != nullptr) offset = dmean[row] / static_cast<float>(vocabulary);
     }
-    terms[row] = stats[row], terms[rows + row] = stats[rows + row];
+    terms[row] = stats[row], terms[rows + row] = counts ? stats[rows + row] : kInfinity;
     terms[2 * rows + row] = constant, terms[3 * rows + row] = slope;
     terms[4 * rows + row] = square, terms[5 * rows + row] = offset;
 }
 
 // The gradient D of logits T in columns [first, first + cols), from the terms [6, rows], the scores `targets` of ids
-// and the gradient of their log-probabilities (may be null). dx may be x if the types are equal. A block has CHUNKS
-// vectors per thread of one row, or of several short ones; columns of ids are written again once all others are.
+// and the gradient of their log-probabilities (may be null). Ignored rows get 0, whatever their logits are. dx may be x
+// if the types are equal. A block has CHUNKS vectors per thread of one row, or of several short ones; columns of ids
+// are written again once all others are.
 template <typename T, typename D>
 __global__ void __launch_bounds__(256, 4)
     logprob_gradient(const T* x, D* dx, const void* ids, const float* temperatures, const float* terms,
@@ -210,6 +211,7 @@ __global__ void __launch_bounds__(256, 4)
     const float top = anchored(terms[at]), level = terms[rows + at];
     const float constant = terms[2 * rows + at], tilt = terms[3 * rows + at];
     const float square = terms[4 * rows + at], mean_term = terms[5 * rows + at];
+    const bool counts = level != kInfinity;
     auto of_score = [&](float z, float more) {
         const float logp = (z - top) - level, p = exponential<kFast>(logp);
         const float d = p == 0.0f ? 0.0f : p * fmaf(square, p, fmaf(tilt, logp, constant));
@@ -221,12 +223,12 @@ __global__ void __launch_bounds__(256, 4)
         float z[VEC];
         unpack<T, VEC>(raw[c], z);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) z[i] = of_score(score(z[i]), 0.0f);
+        for (int i = 0; i < VEC; ++i) z[i] = counts ? of_score(score(z[i]), 0.0f) : 0.0f;
         store<D, VEC>(dx + offset + c * group.threads * VEC, z);
     }
     const int edge = segment == 0 && exists ? aligned.edge(group.thread) : -1;
     if (edge >= 0) {
-        const float d[1] = {of_score(score.at(x, edge), 0.0f)};
+        const float d[1] = {counts ? of_score(score.at(x, edge), 0.0f) : 0.0f};
         store<D, 1>(dx + edge, d);
     }
     if (dlogprob == nullptr) return;

@@ -256,6 +256,19 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.main([str(tmp_path)]) == 0 and (tmp_path / "plot.png").stat().st_size > 1000
 
 
+def test_the_invariant_arm_decodes_at_level_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.tiny_models import build
+
+    from bench.e2e import decode_rows
+    from rtkernels.runtime import invariance
+
+    levels = []
+    monkeypatch.setattr(decode_rows.Generated, "_measured", lambda *_: levels.append(invariance.level()) or {})
+    for arm in ("generate", "generate_invariant"):
+        decode_rows.Generated(arm, build("llama")).measure(None, 1)
+    assert levels == [0, 1] and invariance.level() == 0
+
+
 def test_rows_of_decoding(tmp_path, monkeypatch, capsys) -> None:
     """Rows are written one by one, a second call measures what is missing, and bytes are those of a token."""
     from support.tiny_models import build

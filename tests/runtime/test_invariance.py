@@ -149,6 +149,24 @@ def test_products_of_torch_with_other_dtypes() -> None:
             torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+ENABLED = {
+    "sum": lambda x: x.sum(-1), "var": lambda x: x.var(-1), "_softmax": lambda x: x.softmax(-1),
+    "native_group_norm": lambda x: torch.nn.functional.group_norm(x.view(len(x), 4, -1), 2),
+    "cumsum": lambda x: x.cumsum(-1),
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("name", ENABLED)
+def test_operators_of_torch_that_are_enabled(name: str) -> None:
+    """Rows are long, so that few of them would be cut into slices for more SMs than many are."""
+    x = torch.randn(40, 20000, generator=torch.Generator().manual_seed(0))
+    with rtkernels.emulate("sm_90", races=False), rtkernels.batch_invariant(1), rtkernels.use([name]):
+        full = ENABLED[name](x)
+        for first, end in (*((i, i + 1) for i in (0, 5, 11, 39)), (3, 8)):
+            assert torch.equal(ENABLED[name](x[first:end]), full[first:end]), (first, end)
+
+
 def test_compiled_functions_follow_the_level() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,4 +139,10 @@ def rows() -> Iterator[Row]:
             flops=3 * product, backends=_backends(True),
         )  # fmt: skip
         if (count, size, vocabulary) == shapes[0]:
+            yield Row(
+                name="linear_logprob_grad", shape=f"{shape}, logits kept", make=make_both,
+                ours=lambda **given: _both(partial(_ours, save="logits"), **given),
+                torch=lambda **given: _both(_statistics, **given), bytes=4 * size * (count + vocabulary) + 24 * count,
+                flops=3 * product, backends=_backends(True),
+            )  # fmt: skip
             yield from _special_rows(count, size, vocabulary, make, make_both)

@@ -200,7 +200,9 @@ def linear_logprob(
         save: What is kept for gradients: ``"stats"``, a few numbers for each row, so that logits are computed again;
             ``"logits"``, all of them, which the backward pass overwrites, so that only one is possible;
             ``"projected"``, for a weight and bias without gradients, a projection of the probabilities for each row,
-            so that the backward pass needs no product. It has no gradients of log_sum_sq and mean_logit.
+            so that the backward pass needs no product. It has no gradients of log_sum_sq and mean_logit, and rounds
+            the probabilities of 16-bit inputs themselves: of an id with a probability near 1, that leaves an error of
+            2^-9 (float16: 2^-12) of its row of the weight.
         chunk_bytes: Memory for the logits of a slab. Default: about 256 MiB.
         group: A torch.distributed process group over which the vocabulary is split: every process passes its rows of
             weight and bias, and all hidden states and ids. Each gets the same results, the complete gradient of hidden

@@ -37,7 +37,7 @@ def _project(
     sums = torch.empty(len(kinds), *states.shape, dtype=torch.float32, device=hidden.device)
     slab = head.memory(head.columns)
     weighted = None if len(kinds) == 1 and head.dtype == hidden.dtype else head.memory(head.columns, hidden.dtype)
-    counts = (flat != ignore_index).any(-1).float()
+    counts = (flat != ignore_index).any(-1)
     old = None
     for start, end in head.slabs():
         logits = head.logits(start, end, slab)
@@ -52,7 +52,7 @@ def _project(
         out = logits if weighted is None else weighted[:, : end - start]
         for place, kind in enumerate(kinds):
             terms = torch.zeros(TERMS, len(states), dtype=torch.float32, device=hidden.device)
-            terms[0], terms[kind] = top, counts
+            terms[0], terms[1], terms[kind] = top, torch.where(counts, 0.0, torch.inf), counts
             functions.gradient(logits, out, flat, temperatures, terms, targets, None, options, start)
             add_product(sums[place], out, weight[start:end], start == 0)
     if len(states) == 0:

@@ -38,7 +38,7 @@ TILES = Kernel(
     needs=("wgmma",),
 )  # fmt: skip
 FOLD = Kernel(
-    _UNIT, "linear_logprob_fold", template="T", max_registers=64, variants=[("fp32",)],
+    _UNIT, "linear_logprob_fold", template="T", max_registers=80, variants=[("fp32",)],
     args="tiles:ptr ids:ptr parts:ptr targets:ptr report:ptr rows:i64 columns:i64 count:i64 wanted:i64 ids_int64:i64 "
     "ignore_index:i64 first:i64 vocabulary:i64 begin:i64",
 )  # fmt: skip

@@ -134,9 +134,10 @@ def terms(
     ids: Tensor, incoming: Incoming, stats: Tensor, entropy: Tensor | None, log_sum_sq: Tensor | None,
     ignore_index: int, vocabulary: int,
 ) -> Tensor:  # fmt: skip
-    """Return ``[6, rows]``: top and level, then what the gradient of each row is made of; 0 for ignored rows.
+    """Return ``[6, rows]``: top and level, then what the gradient of each row is made of.
 
-    In a score it is ``p * (constant + slope * log p + square * p) + offset``. `ids`: ``[rows, k]``.
+    In a score it is ``p * (constant + slope * log p + square * p) + offset``. Ignored rows: a level of inf, else 0.
+    `ids`: ``[rows, k]``.
     """
     zero = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
     d_entropy, d_lse, d_squares, d_mean = (zero if g is None else g.float().reshape(-1) for g in incoming[1:])
@@ -145,7 +146,9 @@ def terms(
         constant = constant - d_entropy * entropy.reshape(-1)
     square = zero if incoming.log_sum_sq is None else 2 * d_squares * (-log_sum_sq.reshape(-1)).exp()
     found = torch.stack((constant, -d_entropy, square, d_mean / vocabulary))
-    return torch.cat((stats, found.masked_fill((ids == ignore_index).all(-1), 0.0)))
+    ignored = (ids == ignore_index).all(-1)
+    level = stats[1].masked_fill(ignored, torch.inf)
+    return torch.cat((stats[:1], level.unsqueeze(0), found.masked_fill(ignored, 0.0)))
 
 
 def of_ids(dlogprob: Tensor | None, ids: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
@@ -175,4 +178,4 @@ def gradient(
     d = d * (scores.logit_scale / divisor)
     if scores.softcap:
         d = d * (1 - (capped / scores.softcap).square())
-    return d.masked_fill((ids == ignore_index).all(-1, keepdim=True), 0.0).to(dtype)
+    return d.masked_fill(level == torch.inf, 0.0).to(dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.shared.strided import FLOATS, TOKEN, Dims, merged
+from rtkernels.runtime.invariance import choice_rows
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT
@@ -59,14 +60,14 @@ def _plan(x: Meta, kind: str, dim: int, flip: bool, device: int) -> Steps:
         aligned = x_step == 1 and n % vector == 0 and x_row % vector == 0 and x.misaligned % min(vector * size, 16) == 0
         vector = vector if aligned else 1
         threads = _THREADS if n > 32 * vector * 8 else 32
-        slices = max(1, min(wanted // max(columns, 1), n // _SLICE, 512)) if threads == _THREADS else 1
+        slices = max(1, min(wanted // max(choice_rows(columns), 1), n // _SLICE, 512)) if threads == _THREADS else 1
         tile = threads * vector
         per_slice = -(-n // (slices * tile)) * tile
         slices = -(-n // per_slice)
         kernel, grid = _ROWS, -(-columns * slices // (_THREADS // threads))
         numbers = columns, n, x_row, x_step, slices, per_slice, threads, int(aligned)
     else:
-        slices = max(1, min(wanted * _THREADS // columns, n // 64, 512))
+        slices = max(1, min(wanted * _THREADS // choice_rows(columns), n // 64, 512))
         per_slice = -(-n // slices)
         slices = -(-n // per_slice)
         kernel, grid = _COLUMNS, -(-columns * slices // _THREADS)

@@ -96,6 +96,20 @@ def test_prompts_chunks_and_decoding(width: int, softcap: float, place: str) -> 
         assert softcap or torch.equal(single, alone[-1:])
 
 
+@EXACT
+@pytest.mark.parametrize("window", [(40, 0), (100, 0)])
+def test_chunks_under_a_window(window: tuple[int, int], place: str) -> None:
+    """Tiles of keys that a query does not see are read for others of its tile, before its own ones and after them."""
+    length = 200
+    with running_on(place) as device, rtk.batch_invariant(1):
+        heads = enumerate((2, 1, 1))
+        q, k, v = (_normal(1, length, count, 64, seed=i, scale=2.0).half().to(device) for i, count in heads)
+        alone, sums = rtk.attention(q, k, v, causal=True, window=window, return_lse=True)
+        for first in (30, 64, 130, 190):
+            out, lse = rtk.attention(q[:, first:], k, v, causal=True, window=window, return_lse=True)
+            assert torch.equal(out, alone[:, first:]) and torch.equal(lse, sums[..., first:]), first
+
+
 def _gradients(function: Callable[..., Tensor], tensors: list[Tensor], dout: Tensor) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors]
     return list(torch.autograd.grad(function(*leaves), leaves, dout))

@@ -205,6 +205,24 @@ def test_special_values(place: str) -> None:
         assert linear_divergence(student, head, teacher, teacher_head, student_bias=cut).isinf().all()
 
 
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("save", ("stats", "gradients"))
+def test_nan_reaches_gradients_as_in_torch(save: str, place: str) -> None:
+    """A row with NaN has NaN gradients, also if its incoming gradient is 0; a row that does not count has none."""
+    with running_on(place) as device:
+        student, head, teacher, teacher_head, *_ = make(torch.float32, device, rows=(3,))
+        student[1, 0] = torch.nan
+        for beta in (0.0, 0.5, 1.0):
+            for label in (0, -100):
+                leaf = student.clone().requires_grad_()
+                labels = torch.tensor([0, label, 0], device=device)
+                loss = linear_divergence(leaf, head, teacher, teacher_head, beta=beta, labels=labels, save=save)
+                loss.backward(torch.tensor([1.0, 0.0, 0.0], device=device))
+                found = leaf.grad[1]
+                assert found.isnan().all() if label == 0 else not found.any()
+                assert leaf.grad[0].isfinite().all() and not leaf.grad[2].any()
+
+
 @at("cpu", "sm_90")
 def test_no_rows_have_zero_gradients(place: str) -> None:
     with running_on(place) as device:

@@ -166,6 +166,31 @@ def test_ties_and_infinities(place: str) -> None:
                 torch.testing.assert_close(got.double(), one.double(), rtol=1e-6, atol=1e-6)
 
 
+@at()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("save", ("stats", "logits", "projected"))
+def test_logits_of_ignored_rows_do_not_matter(save: str, dtype: torch.dtype, place: str) -> None:
+    """Their gradient is 0, even where e to the power of a logit is infinite; NaN and infinity do not pass either."""
+    with running_on(place) as device:
+        *values, ids = make(dtype, device, 2, 203)
+        results = {}
+        for scale in (1.0, 300.0, torch.inf, torch.nan):
+            hidden = values[0].clone()
+            hidden[0, 1] *= scale  # row 1 is the ignored one
+            leaves = [t.clone() for t in (hidden, *values[1:])]
+            for leaf in leaves[: 1 if save == "projected" else 3]:
+                leaf.requires_grad_()
+            options = {"bias": leaves[2], "save": save, "return_entropy": True, "chunk_bytes": 1}
+            logprob, entropy = linear_logprob(*leaves[:2], ids, **options)
+            (logprob.sum() + entropy.sum()).backward()
+            assert not logprob[0, 1].any() and not entropy[0, 1] and not leaves[0].grad[0, 1].any()
+            results[scale] = [leaves[0].grad, *(t.grad for t in leaves[1:] if t.grad is not None)]
+        for got, one in zip(results[300.0], results[1.0], strict=True):
+            assert_same_bits(got, one)
+        for scale in (torch.inf, torch.nan):
+            assert_same_bits(results[scale][0], results[1.0][0])
+
+
 @at("cpu", "sm_90", "cuda")
 @pytest.mark.parametrize("save", ("stats", "logits", "projected"))
 def test_slabs_without_finite_scores(save: str, place: str) -> None:
