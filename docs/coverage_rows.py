@@ -8,6 +8,7 @@ partly covered, and once it works, the gap is closed by itself. None stands for 
 ENTRIES = {
     "FlagGems": [
         "moe_align_block_size_triton", "conv1d", "conv2d", "conv3d", "conv_depthwise2d", "apply_gems_patches_to_vllm",
+        "enable", "only_enable", "use_gems", "all_ops", "pointwise_dynamic",
     ],
 }  # fmt: skip
 
@@ -24,6 +25,7 @@ CALLS = {
     "FlagGems": {
         "weight_norm": 'rtk.aten.table.select("_weight_norm_interface", None)',
         "outer": 'rtk.aten.table.select("mul", None)',
+        "all_ops": "rtk.aten.overloads()",
     },
 }
 

@@ -1123,20 +1123,20 @@ def attention_varlen(
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None =
     None, cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, out: Tensor | tuple[Tensor | None,
-    ...] | None = None, group: Any = None, zigzag: bool = False
+    ...] | None = None, group: Any = None, zigzag: bool | None = None
 ) -> Tensor:
     """Return causal linear attention with an exponential decay per head."""
 @overload
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None =
     None, cu_seqlens: Tensor | None = None, return_state: Literal[True], out: Tensor | tuple[Tensor | None, ...] |
-    None = None, group: Any = None, zigzag: bool = False
+    None = None, group: Any = None, zigzag: bool | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None =
     None, cu_seqlens: Tensor | None = None, return_state: bool = False, out: Tensor | tuple[Tensor | None, ...] | None
-    = None, group: Any = None, zigzag: bool = False
+    = None, group: Any = None, zigzag: bool | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 def merge_attention(

@@ -25,7 +25,7 @@ import rtkernels
 from bench.measure import aten_flaggems
 from bench.measure.aten_cases import FAMILY_CASES
 from bench.measure.timing import Device, Timer, TimingError
-from rtkernels.aten import table
+from rtkernels.aten import measured, table
 
 SHAPES = {
     "ew": [(1 << 30,), (64, 64), (4096, 4096), (64, 512, 512), (1024, 1024, 1024)],
@@ -167,11 +167,23 @@ _QUICK_SHAPES = {
 }
 _QUICK_OTHERS = [(64, 64), (4096, 4096)]
 _QUICK_ORDER = ("row", "scan", "sort", "idx", "win", "copy", "ew", "rng", "red")
+_LARGEST = 1 << 30
 _LARGE = 1 << 28  # from this size on one dtype is enough, and kernels are not timed separately
 
 
-def quick_cases(pattern: str = "") -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
-    """Yield the cases of a run of about a minute: candidates for the default set first, then the others."""
+def quick_cases(
+    pattern: str = "", level: str = "core"
+) -> Iterator[tuple[table.Overload, tuple[int, ...], torch.dtype]]:
+    """Yield the cases of a run of about a minute: candidates for the default set first, then the others.
+
+    Of the level "comprehensive" the default set alone, in bfloat16, at the shapes that "core" does not have.
+    """
+    if level != "core":
+        known = set(cases(pattern))
+        for case in cases(pattern, _LARGEST, level):
+            if case[0].name in measured.DEFAULT and case[2] == torch.bfloat16 and case not in known:
+                yield case
+        return
     rows = [row for row in table.table().values() if re.search(pattern, f"{row.family} {row.name}")]
     for row in sorted(rows, key=lambda row: (not is_candidate(row), _QUICK_ORDER.index(row.family))):
         group = "concat" if row.name in ("cat", "stack") else SHAPES_OF.get(row.family, "generic")

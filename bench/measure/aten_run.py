@@ -48,7 +48,7 @@ def run(
         resume: Keep what the file has, and measure the other cases.
         seconds: Begin no case after this time.
         host: What ``host_times`` and ``enable_times`` gave, if that is known.
-        level: "core" or "comprehensive": the shapes; no effect with `quick`, which has its own.
+        level: "core" or "comprehensive": the shapes. With `quick`, "comprehensive" is the default set at other shapes.
     """
     from bench import meta
     from bench.measure.timing import CudaDevice
@@ -188,7 +188,7 @@ def _wanted(asked: _Run, cases: Cases) -> list[Wanted]:
     """Return the cases to measure, with the ways that each still lacks."""
     wanted = []
     every = aten.cases(asked.pattern, asked.limit, asked.level)
-    for row, shape, dtype in aten.quick_cases(asked.pattern) if asked.quick else every:
+    for row, shape, dtype in aten.quick_cases(asked.pattern, asked.level) if asked.quick else every:
         for_peers = not asked.quick or aten_flaggems.is_representative(shape, dtype)
         case_ways = tuple(way for way in asked.ways if for_peers or way not in asked.peers)
         known = cases.get(_name(row.name, shape, dtype), {}).get("ways", ())

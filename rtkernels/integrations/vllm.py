@@ -5,7 +5,7 @@
 * Latent attention: ``--attention-backend RTKERNELS_MLA``, and ``RTKERNELS`` as ``mla_prefill_backend``
   (:mod:`rtkernels.integrations.vllm_mla`).
 * fp8 linear layers and experts: ``--quantization rtkernels_fp8`` (:mod:`rtkernels.integrations.vllm_fp8`).
-* ``SiluAndMul``, ``GeluAndMul``, ``RotaryEmbedding`` and experts in 16 bits
+* ``SiluAndMul``, ``GeluAndMul``, ``RotaryEmbedding``, ``QuantFP8`` and experts in 16 bits
   (:mod:`rtkernels.integrations.vllm_moe`) replace vLLM's for all models of the process, so only if the environment
   variable RTKERNELS_VLLM is 1.
 
@@ -58,6 +58,46 @@ def _register_norms() -> None:
     )(fused_add_rms_norm)  # fmt: skip
 
 
+def _register_quantizer() -> None:
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    class RtkernelsQuantFP8(QuantFP8):
+        """Activations to e4m3: a scale for the tensor (given or computed), for each token or for groups of columns.
+
+        Scales of DeepGEMM's layouts, given scales of rows or blocks, bounds of scales and padded tokens stay vLLM's.
+        """
+
+        def forward_cuda(
+            self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+        ) -> tuple[Tensor, Tensor]:
+            if self.num_token_padding is None and scale_ub is None and x.dtype in _DTYPES:
+                if self.static and scale is not None and scale.numel() == 1 and self.group_shape.is_per_tensor():
+                    return rtkernels.quantize_fp8(x, scale)[0], scale
+                if not self.static and scale is None:
+                    found = self._quantized(x)
+                    if found is not None:
+                        return found
+            return super().forward_cuda(x, scale, scale_ub, use_triton)
+
+        def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+            """Return codes and computed scales in vLLM's shapes; None for a layout that stays vLLM's."""
+            if not self.is_group_quant:
+                rows = self.use_per_token_if_dynamic
+                codes, scale = rtkernels.quantize_fp8(x, granularity="row" if rows else "tensor")
+                return codes, scale.unsqueeze(-1)
+            size, column = self.group_size, self.column_major_scales
+            if self.use_ue8m0 or x.shape[-1] % size or (
+                column and (size != 128 or x.dim() != 2 or (self.tma_aligned_scales and x.shape[0] % 4))
+            ):  # fmt: skip
+                return None
+            codes, scale = rtkernels.quantize_fp8(
+                x, granularity="group", group_size=size, scale_layout="column" if column else "row"
+            )
+            return codes, scale.t() if column else scale
+
+    QuantFP8.register_oot(RtkernelsQuantFP8, name="QuantFP8")
+
+
 def _register_layers() -> None:
     from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -85,6 +125,7 @@ def _register_layers() -> None:
     SiluAndMul.register_oot(RtkernelsSiluAndMul, name="SiluAndMul")
     GeluAndMul.register_oot(RtkernelsGeluAndMul, name="GeluAndMul")
     RotaryEmbedding.register_oot(RtkernelsRotaryEmbedding, name="RotaryEmbedding")
+    _register_quantizer()
 
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 

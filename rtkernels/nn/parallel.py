@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import BACKWARD, attention
+from rtkernels.ops.attention.lightning_parallel import check_order
 from rtkernels.ops.attention.merge import merge_attention
 from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.moe.moe_index import moe_index
@@ -122,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float | None = None, causal: bool = False,
-    softcap: float = 0.0, zigzag: bool = False,
+    softcap: float = 0.0, zigzag: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of queries over the keys of all processes of a group (context parallelism).
 
@@ -134,27 +135,30 @@ def ring_attention(
         q: bfloat16 or float16 ``[batch, length, heads, width]``, this process's queries.
         k: ``[batch, length, heads of keys, width]``, this process's keys.
         v: Like k.
-        group: The process group. Rank r has part r of every sequence.
+        group: The process group.
         scale: As for ``attention``.
         causal: As for ``attention``, over whole sequences.
         softcap: As for ``attention``.
-        zigzag: Rank r of n has parts r and ``2 n - 1 - r`` of ``2 n`` equal parts instead, as ``rope`` does with
-            ``cp_rank`` and ``cp_size``. With `causal`, this gives all processes the same amount of work.
+        zigzag: Needed with `causal`, because another order of parts would give other results without an error. False:
+            rank r of n has part r of n of every sequence. True: it has parts r and ``2 n - 1 - r`` of ``2 n`` equal
+            parts, as ``rope`` does with ``cp_rank`` and ``cp_size``; all processes then have the same amount of work.
 
     Returns:
         ``[batch, length, heads, width]`` in q's dtype.
 
     Raises:
-        ArgumentError: Shapes do not match, or the length is odd with `zigzag`.
+        ArgumentError: Shapes do not match, the length is odd with `zigzag`, or `causal` is given without it.
     """
     if q.dim() != 4 or k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2]:
         shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
         raise ArgumentError(f"{shapes}; expected [batch, length, heads, width] with the same batch and length")
+    if causal:
+        check_order(zigzag)
     if zigzag and q.shape[1] % 2:
         raise ArgumentError(f"q has length {q.shape[1]}; expected an even one for zigzag, two equal parts")
     scale = default_scale(scale, q)
     return _RingAttention.apply(
-        q.contiguous(), k.contiguous(), v.contiguous(), scale, causal, float(softcap), zigzag, group
+        q.contiguous(), k.contiguous(), v.contiguous(), scale, causal, float(softcap), bool(zigzag), group
     )
 
 

@@ -57,7 +57,9 @@ def test_the_comprehensive_level(tmp_path, capsys) -> None:
     (tmp_path / "all.json").write_text(json.dumps(found), encoding="utf-8")
     assert main(["aten", "--record", str(tmp_path / "all.json")]) == 2
     assert "has level comprehensive; the default set follows from core" in capsys.readouterr().err
-    assert main(["aten", "--quick", "--level", "comprehensive"]) == 2
+    quick = list(aten.quick_cases(level="comprehensive"))
+    assert {row.name for row, *_ in quick} <= set(measured.DEFAULT) and len(quick) == len(set(quick)) < 800
+    assert {dtype for *_, dtype in quick} == {torch.bfloat16} and not set(quick) & set(aten.cases())
 
 
 def _file(level: str) -> dict:

@@ -44,6 +44,8 @@ WITHOUT_RECORD = {
     "dit_blocks video_4x4680x1536_bf16",
     "adamw_8bit 500x2000000",
     "adamw_fp8 500x2000000",
+    "attention_quantized 8x4096 16 heads of 192/128 causal, e4m3 and bfloat16",
+    "attention_quantized 8x4096 16 heads of 192/128 causal, e4m3 and e4m3",
     "causal_conv1d_bwd 1x8192x8192 4 taps",
     "causal_conv1d_bwd 8x4096x8192 4 taps",
     "gate_silu_bwd 8192x4096g32 last",

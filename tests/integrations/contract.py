@@ -58,6 +58,15 @@ NAMES = {
         "model_executor/layers/activation.py:GeluAndMul.approximate",
         "model_executor/layers/rotary_embedding/base.py:RotaryEmbedding.forward_cuda",
         "model_executor/layers/rotary_embedding/base.py:RotaryEmbeddingBase.cos_sin_cache",
+        "model_executor/layers/quantization/input_quant_fp8.py:QuantFP8.__init__",
+        "model_executor/layers/quantization/input_quant_fp8.py:QuantFP8.forward_cuda",
+        *(
+            f"model_executor/layers/quantization/input_quant_fp8.py:QuantFP8.{field}"
+            for field in (
+                "static", "group_shape", "use_per_token_if_dynamic", "num_token_padding", "column_major_scales",
+                "tma_aligned_scales", "use_ue8m0", "is_group_quant", "group_size",
+            )
+        ),
         "v1/attention/backend.py:AttentionBackend.get_supported_kernel_block_sizes",
         "v1/attention/backend.py:AttentionBackend.supports_head_size",
         "v1/attention/backend.py:AttentionImpl.__init__",

@@ -74,6 +74,26 @@ class RotaryEmbedding(CustomOp):
         self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
 
 
+class QuantFP8(CustomOp):
+    def __init__(
+        self, static: bool, group_shape: fake_vllm_fp8.GroupShape, num_token_padding: int | None = None,
+        column_major_scales: bool = False, tma_aligned_scales: bool = False, use_ue8m0: bool | None = None,
+        compile_native: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.static, self.group_shape, self.num_token_padding = static, group_shape, num_token_padding
+        self.column_major_scales, self.tma_aligned_scales = column_major_scales, tma_aligned_scales
+        self.use_per_token_if_dynamic = group_shape == fake_vllm_fp8.GroupShape(1, -1)
+        self.use_ue8m0, self.is_group_quant = bool(use_ue8m0), group_shape.is_per_group()
+        if self.is_group_quant:
+            self.group_size = group_shape.col
+
+    def forward_cuda(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("vLLM's own kernels")
+
+
 class UnquantizedFusedMoEMethod(CustomOp):
     def __init__(self, moe: Any) -> None:
         super().__init__()
@@ -136,6 +156,7 @@ def _contents(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "vllm.ir": {"ops": found["ops"]},
         f"{layers}.activation": {"SiluAndMul": SiluAndMul, "GeluAndMul": GeluAndMul},
         f"{layers}.rotary_embedding": {"RotaryEmbedding": RotaryEmbedding},
+        f"{layers}.quantization.input_quant_fp8": {"QuantFP8": QuantFP8},
         "vllm.v1.attention.backends.registry": {"register_backend": register_backend},
         "vllm.v1.attention.backends.mla.prefill.registry": {
             "register_mla_prefill_backend": register_mla_prefill_backend

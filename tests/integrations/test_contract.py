@@ -137,6 +137,9 @@ def _compare_with_vllm(names: dict[str, str | None]) -> None:
         ours = importlib.import_module("rtkernels.integrations.vllm")
         attention = importlib.import_module("rtkernels.integrations.vllm_attention")
         of_norms, of_backend = "ir/ops/layernorm.py", "v1/attention/backend.py"
+        of_quantizer = "model_executor/layers/quantization/input_quant_fp8.py:QuantFP8"
+        ours._register_layers()
+        quantizer = fake_vllm.CustomOp.registered["QuantFP8"]
         for function, theirs in (
             (ours.rms_norm, f"{of_norms}:rms_norm"), (ours._plain, f"{of_norms}:rms_norm"),
             (ours.fused_add_rms_norm, f"{of_norms}:fused_add_rms_norm"),
@@ -147,6 +150,8 @@ def _compare_with_vllm(names: dict[str, str | None]) -> None:
             (attention.RtkernelsImpl.do_kv_cache_update,
              "v1/attention/backends/triton_attn.py:TritonAttentionImpl.do_kv_cache_update"),
             (fake_vllm.IrOp.register_impl, "ir/op.py:IrOp.register_impl"),
+            (fake_vllm.QuantFP8.__init__, f"{of_quantizer}.__init__"),
+            (quantizer.forward_cuda, f"{of_quantizer}.forward_cuda"),
         ):  # fmt: skip
             assert own(function) == parameters(names[theirs]), theirs
         _compare_fp8_with_vllm(names)

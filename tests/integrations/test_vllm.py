@@ -18,6 +18,7 @@ from support.places import at
 from torch import Tensor
 
 from integrations import fake_vllm
+from integrations.fake_vllm_fp8 import GroupShape
 
 
 @pytest.fixture
@@ -80,6 +81,55 @@ def test_activations_and_rope(registered: dict[str, Any]) -> None:
         result, nothing = rope.forward_cuda(positions, alone)
         assert nothing is None
         torch.testing.assert_close(result, expected)
+
+
+F8, GROUPS = torch.float8_e4m3fn, GroupShape(1, 128)
+TOKENS, TENSOR = GroupShape(1, -1), GroupShape(-1, -1)
+
+
+@at("cpu", "sm_90", "cuda")
+@pytest.mark.parametrize("size", [(8, 256), (7, 256), (1, 128), (0, 256)], ids=str)
+def test_quantised_activations(registered: dict[str, Any], size: tuple[int, int], place: str) -> None:
+    """Shapes and strides of scales are those that vLLM's class documents and its layers read."""
+    with running_on(place) as device:
+        x = torch.randn(size, device=device).bfloat16()
+        m, n = size
+        for options, shape, strides, blocks in (
+            ({"group_shape": TOKENS}, (m, 1), (1, 1), n), ({"group_shape": GROUPS}, (m, n // 128), (n // 128, 1), 128),
+            ({"group_shape": GroupShape(1, 32)}, (m, n // 32), (n // 32, 1), 32),
+            ({"group_shape": GROUPS, "column_major_scales": True}, (m, n // 128), (1, m), 128),
+        ):  # fmt: skip
+            codes, scale = fake_vllm.QuantFP8(False, **options).forward_cuda(x)
+            assert (codes.dtype, scale.dtype) == (F8, torch.float32) and codes.shape == x.shape
+            assert scale.shape == shape and (not scale.numel() or scale.stride() == strides)
+            values = x.float().unflatten(-1, (-1, blocks))
+            wanted = values.abs().amax(-1) / 448
+            torch.testing.assert_close(scale, wanted, rtol=1e-6, atol=0)
+            assert ((codes.float().unflatten(-1, (-1, blocks)) * wanted[..., None] - values).abs()
+                    <= wanted[..., None] * 16.01).all()  # fmt: skip
+        given = torch.tensor([0.25], device=device)
+        codes, scale = fake_vllm.QuantFP8(True, TENSOR).forward_cuda(x, given)
+        assert scale is given and torch.equal(codes.float(), (x.float() * 4).to(F8).float())
+        if m:
+            codes, scale = fake_vllm.QuantFP8(False, TENSOR).forward_cuda(x)
+            assert scale.shape == (1,)
+            torch.testing.assert_close(scale, x.float().abs().amax().view(1) / 448, rtol=1e-6, atol=0)
+
+
+def test_quantisers_that_stay_theirs(registered: dict[str, Any]) -> None:
+    x, row = torch.randn(6, 256).bfloat16(), torch.ones(6)
+    for op, *given in (
+        (fake_vllm.QuantFP8(False, GROUPS, use_ue8m0=True), x),
+        (fake_vllm.QuantFP8(False, GROUPS, column_major_scales=True, tma_aligned_scales=True), x),
+        (fake_vllm.QuantFP8(False, GroupShape(1, 64), column_major_scales=True), x),
+        (fake_vllm.QuantFP8(False, GROUPS), x[:, :100]),
+        (fake_vllm.QuantFP8(False, TOKENS, num_token_padding=17), x),
+        (fake_vllm.QuantFP8(False, TOKENS), x, None, torch.ones(1)),
+        (fake_vllm.QuantFP8(True, TOKENS), x, row), (fake_vllm.QuantFP8(True, TENSOR), x, row),
+        (fake_vllm.QuantFP8(False, TOKENS), x.double()),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="vLLM's own"):
+            op.forward_cuda(*given)
 
 
 def _rotated(x: Tensor, positions: Tensor, table: Tensor, rotary: int, neox: bool) -> Tensor:

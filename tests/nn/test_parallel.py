@@ -163,6 +163,8 @@ def check_ring_attention(rank: int, mesh: Any) -> None:
             assert float((one.grad - other.grad[:, mine]).float().norm() / other.grad[:, mine].float().norm()) < 1e-2
     with pytest.raises(ArgumentError, match="q has length 3; expected an even one for zigzag"):
         ring_attention(*(t[:, :3] for t in tensors[:3]), group=group, zigzag=True)
+    with pytest.raises(ArgumentError, match="zigzag is None; expected False if rank r"):
+        ring_attention(*tensors[:3], group=group, causal=True)
 
 
 def _products(matrices: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -229,7 +231,7 @@ def test_a_group_of_one_process_on_a_gpu(tmp_path: Any) -> None:
             assert float((one - other).float().norm() / one.float().norm()) < 1e-2
         q, k, v = (_numbers(2, 75, heads, 64, seed=heads).cuda().bfloat16() for heads in (8, 2, 2))
         found = []
-        for call in (rtkernels.attention, lambda *t, **o: ring_attention(*t, group=group, **o)):
+        for call in (rtkernels.attention, lambda *t, **o: ring_attention(*t, group=group, zigzag=False, **o)):
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
             out = call(*leaves, causal=True)
             out.backward(q)

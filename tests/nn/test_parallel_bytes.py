@@ -80,7 +80,7 @@ def _passes(call: Callable[[], Tensor]) -> tuple[float, float]:
 def check_bytes(rank: int, mesh: Any) -> None:
     group, random = mesh.get_group(), torch.Generator().manual_seed(rank)
     q, k, v = (torch.randn(2, 6, heads, 16, generator=random).bfloat16().requires_grad_() for heads in (4, 2, 2))
-    for options in ({}, {"causal": True}, {"causal": True, "zigzag": True}):
+    for options in ({}, {"causal": True, "zigzag": False}, {"causal": True, "zigzag": True}):
         found = _passes(lambda options=options: ring_attention(q, k, v, group=group, **options))
         assert found == formulas.ring_attention(WORLD, 2 * 6, 2 * 16), options
 

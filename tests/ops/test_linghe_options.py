@@ -200,6 +200,8 @@ def _lightning_member(rank: int) -> None:
             torch.testing.assert_close(mine.grad, all_.grad[:, rows], rtol=0.03, atol=0.03)
     with pytest.raises(ArgumentError, match=r"q has shape \(2, 5, 2, 16\); expected .* an even length for zigzag"):
         rtkernels.lightning_attention(*(t[:, :5] for t in own), decay, zigzag=True, **call)
+    with pytest.raises(ArgumentError, match="zigzag is None; expected False if rank r"):
+        rtkernels.lightning_attention(*own, decay, **call)
     with pytest.raises(ArgumentError, match="zigzag is True and group is None"):
         rtkernels.lightning_attention(*own, decay, zigzag=True)
     with pytest.raises(ArgumentError, match="group is given; expected neither initial_state nor cu_seqlens"):

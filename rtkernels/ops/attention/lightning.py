@@ -12,7 +12,7 @@ from rtkernels.ops.attention import lightning_fp32
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides, strides
-from rtkernels.ops.attention.lightning_parallel import state_before
+from rtkernels.ops.attention.lightning_parallel import check_order, state_before
 from rtkernels.ops.attention.lightning_plan import (
     MAX_WIDTH,
     PREFIX,
@@ -230,7 +230,7 @@ _lightning = applied(_Lightning)
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
-    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None, zigzag: bool = False,
+    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None, zigzag: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return causal linear attention with an exponential decay per head.
 
@@ -255,12 +255,13 @@ def lightning_attention(
         return_state: Also return the state after the last row.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
-        group: A ``torch.distributed`` process group over which each sequence is split into parts of equal length, in
-            the order of ranks. Each member computes the state of its part, the states are gathered, and each member
-            starts from the combined state of the parts before its own. This takes two passes over k and v. Not with
-            initial_state or cu_seqlens.
-        zigzag: With group: rank r of n has parts r and ``2 n - 1 - r`` of ``2 n`` equal parts of each sequence, one
-            after the other, as for ``nn.parallel.ring_attention``. The state is that after the second of them.
+        group: A ``torch.distributed`` process group over which each sequence is split into parts of equal length.
+            Each member computes the state of its part, the states are gathered, and each member starts from the
+            combined state of the parts before its own. This takes two passes over k and v. Not with initial_state or
+            cu_seqlens.
+        zigzag: Needed with group, because another order of parts would give other results without an error. False: rank
+            r of n has part r of n. True: it has parts r and ``2 n - 1 - r`` of ``2 n`` equal parts of each sequence,
+            one after the other, as for ``nn.parallel.ring_attention``; the state is that after the second of them.
 
     Returns:
         [batch, length, heads, width of v] (packed like q) in q's dtype; with return_state a pair of it and
@@ -270,6 +271,7 @@ def lightning_attention(
     if group is not None:
         if initial_state is not None or cu_seqlens is not None:
             raise ArgumentError("group is given; expected neither initial_state nor cu_seqlens")
+        check_order(zigzag)
         return _of_group(q, k, v, decay, scale, return_state, group, zigzag)
     if zigzag:
         raise ArgumentError("zigzag is True and group is None; expected the group that has the other parts")

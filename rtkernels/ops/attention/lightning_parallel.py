@@ -7,6 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.errors import ArgumentError
+
+
+def check_order(zigzag: bool | None) -> None:
+    """Refuse a call that does not say which parts of a sequence a process has: results would be wrong in silence."""
+    if not isinstance(zigzag, bool):
+        raise ArgumentError(
+            f"zigzag is {zigzag}; expected False if rank r of the group has part r of each sequence, True if it has "
+            "parts r and 2 n - 1 - r of 2 n"
+        )
+
 
 def _gathered(own: Tensor, group: Any) -> tuple[list[Tensor], list[int]]:
     """Return what all members have of all parts, in the order of the sequence, and the numbers of this member's parts.

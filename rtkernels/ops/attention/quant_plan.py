@@ -249,6 +249,11 @@ def _steps_mma(call: Quantized, device: int) -> Steps:
     )
 
 
+def _instead(call: Quantized, info: DeviceInfo) -> str:
+    mx = call.qk == MXFP8 and not multiplies_mx(info.target)
+    return "attention of bfloat16 operands, which hold the same numbers" if mx else ""
+
+
 QUANTIZED: Backends[Quantized] = Backends(
     "quantised attention",
     (
@@ -257,4 +262,5 @@ QUANTIZED: Backends[Quantized] = Backends(
     ),
     functions=("attention_quantized",),
     error=ArgumentError,
+    instead=_instead,
 )

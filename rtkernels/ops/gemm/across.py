@@ -1,4 +1,4 @@
-"""Operands of 8 bits whose unit stride is not along k: products read them along k, so they are transposed first."""
+"""Codes whose unit stride is not along k: products read them along k, so they are transposed or copied first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from rtkernels.ops.layout.transpose import transpose
 _CODES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.int8})  # bytes of uint8 may hold two codes
 
 
-def _along_k(t: Tensor, flipped: bool) -> Tensor:
-    if not isinstance(t, Tensor) or t.dtype not in _CODES or not 2 <= t.dim() <= 3:
+def _along_k(t: Tensor, flipped: bool, packed: bool) -> Tensor:
+    if not isinstance(t, Tensor) or t.dtype.itemsize != 1 or not 2 <= t.dim() <= 3 or 0 in t.shape:
         return t
     other, k = (-1, -2) if flipped else (-2, -1)
-    if t.stride(k) == 1 or t.stride(other) != 1 or 0 in t.shape or 1 in t.shape[-2:]:
+    if t.stride(k) == 1 or t.shape[k] == 1:
+        return t
+    if t.shape[other] == 1 or t.stride(other) != 1:
+        return t.transpose(-2, -1).contiguous().transpose(-2, -1) if flipped else t.contiguous()
+    if packed or t.dtype not in _CODES:
         return t
     return transpose(t).transpose(-2, -1) if flipped else transpose(t.transpose(-2, -1))
 
@@ -26,8 +30,11 @@ def along_k(a: Tensor, b: Tensor, b_layout: str, packed: str | None) -> tuple[Te
         a: ``[..., m, k]``.
         b: As `b_layout` says; with "auto", k is what has the unit stride.
         b_layout: "auto", "nk" or "kn".
-        packed: As the products take it. Operands with two codes in a byte stay as they are.
+        packed: As the products take it. Operands with two codes in a byte are not transposed.
     """
-    if packed is not None:
-        return a, b
-    return _along_k(a, False), b if b_layout == "auto" else _along_k(b, b_layout == "kn")
+    codes = packed is not None
+    if b_layout != "auto":
+        b = _along_k(b, b_layout == "kn", codes)
+    elif isinstance(b, Tensor) and b.dtype.itemsize == 1 and 2 <= b.dim() <= 3 and 1 in b.shape[-2:]:
+        b = b.contiguous()  # a row, or a column: its elements are along k
+    return _along_k(a, False, codes), b

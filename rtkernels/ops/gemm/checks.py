@@ -171,8 +171,9 @@ def operands_of(
     if right.k != left.k:
         form = ("[k, n]" if flipped else "[n, k]") if not groups else ("[g, k, n]" if flipped else "[g, n, k]")
         hint = ""
-        if not flipped and layout == "auto" and b.shape[-2] == columns:
-            hint = " (b_layout='kn' takes b as [k, n], with the unit stride along n)"
+        if layout == "auto" and b.shape[-1 if flipped else -2] == columns:
+            other = "nk" if flipped else "kn"
+            hint = f" (b_layout='{other}' takes b as [{', '.join(other)}], with the unit stride along n)"
         raise ArgumentError(
             f"b has shape {tuple(b.shape)}, {form} with k = {right.k}; expected k = {left.k}, as a{hint}"
         )

@@ -183,11 +183,12 @@ def scaled_mm(
         quant_out: Quantise the result and return codes and scales: "1x128" (float8, scales ``[m, n/128]`` contiguous
             along m), "row" (float8, ``[m]``) or "1x16" (e2m1 in uint8 ``[m, n/2]``, e4m3 ``[m, n/16]``), with the rules
             of quantize_fp8.
-        b_layout: "nk" or "kn" states the layout of b regardless of its strides; operands of 8 bits or more may have
-            unit stride along n.
-        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad", "mma", or "torch" for
-            torch.mm, torch._scaled_mm or torch._int_mm if they support the call. ``rtkernels.explain`` shows what
-            "auto" selects.
+        b_layout: "nk" or "kn" states the layout of b regardless of its strides, which may be any for operands of 8
+            bits or more: those of 8 bits are transposed or copied first if k does not have the unit stride.
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad", "mma", "cluster",
+            "decode", or "torch" for torch.mm, torch._scaled_mm or torch._int_mm if they support the call. "tcgen05"
+            (sm_100a) was compiled and emulated but never run on a GPU, so "auto" does not take it.
+            ``rtkernels.explain`` shows what "auto" selects.
 
     Returns:
         ``[..., m, n]``, contiguous, or `out`; with `quant_out` ``(codes, scales)``.

@@ -129,6 +129,7 @@ class Backends(Generic[P]):
         order: Callable[[P, DeviceInfo], Sequence[str]] | None = None, automatic: Sequence[str] = (AUTO,),
         others: Sequence[str] = (), not_invariant: Sequence[str] = (), error: type[RtkError] = NoBackendError,
         tensors: Callable[[P, torch.device], dict[str, Tensor]] | None = None, problem: type[P] | None = None,
+        instead: Callable[[P, DeviceInfo], str] = lambda problem, info: "",
     ) -> None:  # fmt: skip
         """List the backends of a family.
 
@@ -144,8 +145,9 @@ class Backends(Generic[P]):
             tensors: ``(problem, device) -> tensors by name``, for ``rtkernels tune``; None if it measures no problems
                 of this family.
             problem: The type of problems, likewise.
+            instead: ``(problem, device's info) -> text``: what a plan does where no backend can run a problem, or "".
         """
-        self.tensors, self.problem = tensors, problem
+        self.tensors, self.problem, self.instead = tensors, problem, instead
         self.what, self.functions, self._error = what, tuple(functions), error
         self._backends = {backend.name: backend for backend in backends}
         self._order = order or (lambda problem, info: tuple(self._backends))

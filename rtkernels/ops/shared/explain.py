@@ -29,7 +29,7 @@ class Explanation(NamedTuple):
 
     Attributes:
         backend: The name of the backend that runs it, or None if none can.
-        summary: Its tile, where the backend tells.
+        summary: Its tile, where the backend tells. Without a backend: what runs instead, "" if the call raises.
         refused: Backends that come before it, and why they cannot.
         problem: The call as plain data: a ``Product``, an ``Attention`` or a ``Quantized``.
         after: Backends that come after it, which were not asked.
@@ -101,7 +101,7 @@ def explain(function: Callable[..., Any], *args: Any, target: str | None = None,
         chosen = device_info(device) if device >= 0 else _info(targets.parse("sm_90a"))
     choice = family.choose(problem, chosen, metas.get("backend", AUTO))
     if choice.backend is None:
-        return Explanation(None, "", choice.refused, problem)
+        return Explanation(None, family.instead(problem, chosen), choice.refused, problem)
     summary = choice.backend.summary
     tile = "" if summary is None else summary(problem, chosen)
     if choice.options is not None:
