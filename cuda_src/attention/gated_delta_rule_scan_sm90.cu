@@ -79,7 +79,6 @@ __global__ void __launch_bounds__(384, 1)
     ptx::registers_take<216>();
     const int t = lane % 4, column0 = first_column + group * 64, columns = passes_on ? 0 : static_cast<int>(d_v) - column0;
     const int own_column = column0 + warp % 4 * 16 + lane / 4;
-    const i64 state_head = batch * heads + head, segment_head = static_cast<i64>(blockIdx.z) * heads + head;
     const WarpColumns place(warp, lane);
     const ptx::SharedAddress state_box = tiles + states_at + group * (DK * kTileRow);
     float* const factors = reinterpret_cast<float*>(tile_bytes + factors_at) + warp * (kFactors * kDelta);
@@ -92,8 +91,9 @@ __global__ void __launch_bounds__(384, 1)
     TransposedState<DK> state;
     if (of_transition) state.load_identity(transition_column, lane);
     else
-        state.load(own.begins ? initial : passes_on ? nullptr : ends, own.begins ? state_head : segment_head - heads, d_k, d_v, own_column,
-                   lane);
+        state.load(own.begins ? initial : passes_on ? nullptr : ends,
+                   (own.begins ? batch : static_cast<i64>(blockIdx.z) - 1) * heads + head, d_k, d_v, own_column, lane);
+    const int result = passes_on ? static_cast<int>(blockIdx.z) : own.ends && final != nullptr ? own.batch : -1;
     auto finish = [&](int chunk, int at_stage) {
         const ptx::SharedAddress box = tiles + at_stage * stage.bytes + stage.values + group * kBoxBytes;
         const int here = own.rows - chunk * kDelta;
@@ -229,9 +229,12 @@ __global__ void __launch_bounds__(384, 1)
         ring.advance();
     }
     if (chunks > 0) finish(chunks - 1, last_stage);
-    if (of_transition) state.store_to(ends + gridDim.z * heads * d_k * d_v, segment_head, d_k, d_k, transition_column, lane);
-    else if (passes_on || (own.ends && final != nullptr))
-        state.store_to(passes_on ? ends : final, passes_on ? segment_head : state_head, d_k, d_v, own_column, lane);
+    const i64 result_head = result * heads + static_cast<int>(blockIdx.y);
+    const int thread = static_cast<int>(this_thread()), last_lane = thread % kWarp;
+    const int last_column = static_cast<int>(blockIdx.x) * groups * 64 + thread / kWarp * 16 + last_lane / 4;
+    if (of_transition)
+        state.store_to(ends + gridDim.z * heads * d_k * d_v, result_head, d_k, d_k, last_column - (static_cast<int>(d_v) + 63) / 64 * 64, last_lane);
+    else if (result >= 0) state.store_to(passes_on ? ends : final, result_head, d_k, d_v, last_column, last_lane);
 }
 
 }  // namespace rtk
