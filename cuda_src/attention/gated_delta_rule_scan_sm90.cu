@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(384, 1)
     const int groups = static_cast<int>(blockDim.x) / 128 - 1, count = static_cast<int>(stages);
     const DeltaStage stage(kKeyBytes, groups, WRITES, kCorrected, WRITES, kChannels);
     const u32 states_at = count * stage.bytes, factors_at = states_at + (states != nullptr ? groups * DK * kTileRow : 0);
-    TileRing ring(tiles + factors_at + groups * (4 * kFactors * kDelta * 4), count);
+    const u32 ring_at = factors_at + groups * (4 * kFactors * kDelta * 4);
+    TileRing ring(tiles + ring_at, count);
 
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int group = warp / 4, head = static_cast<int>(blockIdx.y);
@@ -93,7 +94,9 @@ __global__ void __launch_bounds__(384, 1)
     else
         state.load(own.begins ? initial : passes_on ? nullptr : ends,
                    (own.begins ? batch : static_cast<i64>(blockIdx.z) - 1) * heads + head, d_k, d_v, own_column, lane);
-    const int result = passes_on ? static_cast<int>(blockIdx.z) : own.ends && final != nullptr ? own.batch : -1;
+    int* const result = reinterpret_cast<int*>(tile_bytes + ring_at + 16 * count) + warp;  // not in a register
+    if (lane == 0) *result = passes_on ? static_cast<int>(blockIdx.z) : own.ends && final != nullptr ? own.batch : -1;
+    __syncwarp();
     auto finish = [&](int chunk, int at_stage) {
         const ptx::SharedAddress box = tiles + at_stage * stage.bytes + stage.values + group * kBoxBytes;
         const int here = own.rows - chunk * kDelta;
@@ -229,12 +232,9 @@ __global__ void __launch_bounds__(384, 1)
         ring.advance();
     }
     if (chunks > 0) finish(chunks - 1, last_stage);
-    const i64 result_head = result * heads + static_cast<int>(blockIdx.y);
-    const int thread = static_cast<int>(this_thread()), last_lane = thread % kWarp;
-    const int last_column = static_cast<int>(blockIdx.x) * groups * 64 + thread / kWarp * 16 + last_lane / 4;
-    if (of_transition)
-        state.store_to(ends + gridDim.z * heads * d_k * d_v, result_head, d_k, d_k, last_column - (static_cast<int>(d_v) + 63) / 64 * 64, last_lane);
-    else if (result >= 0) state.store_to(passes_on ? ends : final, result_head, d_k, d_v, last_column, last_lane);
+    const i64 result_head = *result * heads + head;
+    if (of_transition) state.store_to(ends + gridDim.z * heads * d_k * d_v, result_head, d_k, d_k, transition_column, lane);
+    else if (result_head >= 0) state.store_to(passes_on ? ends : final, result_head, d_k, d_v, own_column, lane);
 }
 
 }  // namespace rtk

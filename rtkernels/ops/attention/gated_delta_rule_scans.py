@@ -16,6 +16,7 @@ from rtkernels.runtime.operator.plan import Step
 # As in gated_delta_rule_sm90.cuh.
 _BOX = 64 * 128  # bytes of 64 rows and columns
 _NUMBERS = 4 * 4 * 64
+_CONSUMER_WARPS = 8
 _HEADS, _CHANNELS, _UNCORRECTED = range(3)
 _MAX_STAGES = 3
 
@@ -69,7 +70,7 @@ class _Shape(NamedTuple):
         info, tiles = device_info(device), -(-call.d_v // 64) + (-(-call.d_k // 64) if transitions else 0)
         groups = 1 if tiles == 1 or call.segments * call.heads * tiles <= info.sm_count else 2
         stage = (keys * call.width // 64 + boxes + groups) * _BOX + _NUMBERS
-        others = groups * (kept + 4 * _NUMBERS) + 16 * _MAX_STAGES + 1024
+        others = groups * (kept + 4 * _NUMBERS) + 16 * _MAX_STAGES + 4 * _CONSUMER_WARPS + 1024
         stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
         kind = _CHANNELS if call.channels else _HEADS if call.corrected else _UNCORRECTED
         grid = (-(-tiles // groups), call.heads, call.segments)
