@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(384, 1)
     else
         state.load(own.begins ? initial : passes_on ? nullptr : ends,
                    (own.begins ? batch : static_cast<i64>(blockIdx.z) - 1) * heads + head, d_k, d_v, own_column, lane);
-    int* const result = reinterpret_cast<int*>(tile_bytes + ring_at + 16 * count) + warp;  // not in a register
-    if (lane == 0) *result = passes_on ? static_cast<int>(blockIdx.z) : own.ends && final != nullptr ? own.batch : -1;
+    int result = passes_on ? static_cast<int>(blockIdx.z) : own.ends && final != nullptr ? own.batch : -1;
+    int* const kept = reinterpret_cast<int*>(tile_bytes + ring_at + 16 * count) + warp;  // for want of a register
+    if (WRITES && lane == 0) *kept = result;
     __syncwarp();
     auto finish = [&](int chunk, int at_stage) {
         const ptx::SharedAddress box = tiles + at_stage * stage.bytes + stage.values + group * kBoxBytes;
@@ -232,7 +233,8 @@ __global__ void __launch_bounds__(384, 1)
         ring.advance();
     }
     if (chunks > 0) finish(chunks - 1, last_stage);
-    const i64 result_head = *result * heads + head;
+    if constexpr (WRITES) result = *kept;
+    const i64 result_head = result * heads + head;
     if (of_transition) state.store_to(ends + gridDim.z * heads * d_k * d_v, result_head, d_k, d_k, transition_column, lane);
     else if (result_head >= 0) state.store_to(passes_on ? ends : final, result_head, d_k, d_v, own_column, lane);
 }
