@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256, 1)
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
     const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
-    const bool passes_on = dv == nullptr;
+    const bool passes_on = segment != 0 && dv == nullptr;
     if (!own.exists() || (passes_on && own.begins)) return;
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int k_vectors = static_cast<int>(d_k) / 8, v_columns = min(static_cast<int>(d_v) - column0, VT);

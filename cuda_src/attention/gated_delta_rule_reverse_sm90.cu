@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(384, 1)
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int group = warp / 4, head = static_cast<int>(blockIdx.y);
     const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
-    const bool passes_on = dv == nullptr;
+    const bool passes_on = segment != 0 && dv == nullptr;
     if (!own.exists() || (passes_on && own.begins)) return;
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int first_column = static_cast<int>(blockIdx.x) * groups * 64;

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256, 1)
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
     const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
-    const bool writes = out != nullptr, passes_on = !writes && updates == nullptr;
+    const bool writes = out != nullptr, passes_on = segment != 0 && !writes && updates == nullptr;
     const bool of_transition = passes_on && column0 >= d_v;
     if (passes_on ? own.ends || !own.exists() || (own.begins && of_transition) : !own.exists()) return;
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);

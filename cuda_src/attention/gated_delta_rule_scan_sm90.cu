@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(384, 1)
     const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int first_column = static_cast<int>(blockIdx.x) * groups * 64;
-    const bool passes_on = !WRITES && updates == nullptr;  // the first pass over segments
+    const bool passes_on = !WRITES && segment != 0 && updates == nullptr;  // the first pass over segments
     if (passes_on ? own.ends || !own.exists() || (own.begins && first_column >= d_v) : !own.exists()) return;
     const i64 batch = own.batch;
     if (threadIdx.x == 0) ring.init(4 * groups);
