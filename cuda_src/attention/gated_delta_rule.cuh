@@ -45,6 +45,14 @@ struct ScannedState {
                 sums[n][2 * r] = pair[0], sums[n][2 * r + 1] = pair[1];
             }
     }
+    // The identity: d_v is d_k.
+    RTK_DEVICE void load_identity() {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                sums[n][i] = has(n, i / 2) && column0 + 8 * n + lane % 4 * 2 + i % 2 == row + i / 2 * 8 ? 1.0f : 0.0f;
+    }
     RTK_DEVICE void store_to(float* to, i64 head) const {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)

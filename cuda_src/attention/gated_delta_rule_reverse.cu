@@ -7,7 +7,8 @@
 // dS behind each chunk as T, [chunks][heads][d_k][d_v], and `drest` dR as T, [chunks][heads][64][d_v].
 // If `solve` is null, dR is dU and the state does not meet keys; `skip`, if not null, times dO is added to dV.
 // With CHANNELS, q, k and `after` are E Q, E K and F K of kda_chunk.cu, and strides are not used.
-// Grid: tiles of VT columns, heads, sequences.
+// Without `dv` it is the first pass over segments, which writes `starts` only: dS before each segment.
+// Grid: tiles of VT columns, heads, segments.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
@@ -15,9 +16,9 @@ namespace rtk {
 template <typename T, int DK, int VT, bool CHANNELS>
 __global__ void __launch_bounds__(256, 1)
     gated_delta_rule_reverse(const T* q, const T* k, const T* after, const T* dout, const T* solve, const T* inner, const float* rows,
-                             const float* skip, const float* dfinal, float* dinitial, const i32* cu, T* dv, T* dstates, T* drest, i64 length,
-                             i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
-                             i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
+                             const float* skip, const float* dfinal, float* dinitial, float* starts, const i32* cu, T* dv, T* dstates,
+                             T* drest, i64 segment, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
+                             i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<VT>;
     using CTile = MmaTile<kDelta>;
@@ -36,16 +37,19 @@ __global__ void __launch_bounds__(256, 1)
     __shared__ float betas[2][kDelta];                      // of the same
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
-    const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
+    const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
+    const bool passes_on = segment != 0 && dv == nullptr;
+    if (!own.exists() || (passes_on && own.begins)) return;
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int k_vectors = static_cast<int>(d_k) / 8, v_columns = min(static_cast<int>(d_v) - column0, VT);
+    const int kept_columns = passes_on ? 0 : v_columns;  // of results
     const i64 batch = own.batch;
     if constexpr (!CHANNELS) {
         q += batch * q_batch + own.first * q_row + key_head * q_head;
         k += batch * k_batch + own.first * k_row + key_head * k_head;
     }
     dout += batch * dout_batch + own.first * dout_row + head * dout_head + column0;
-    dv += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    dv += (((cu != nullptr ? 0 : batch * length) + own.first) * heads + head) * d_v + column0;
     const int helper = static_cast<int>(threadIdx.x) - 128;  // threads that load and store
     auto stage = [&](int chunk) { return shared + chunk % count * kStageBytes; };
     auto fetch = [&](int chunk) {
@@ -83,7 +87,7 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
         for (int i = helper; i < kDelta * VTile::kVectors; i += 128) {
             const int row = i / VTile::kVectors, vector = i % VTile::kVectors;
-            if (vector * 8 >= v_columns) continue;
+            if (vector * 8 >= kept_columns) continue;
             const Raw<16> raw = *reinterpret_cast<const Raw<16>*>(tile + VTile::offset(row, vector));
             ptx::st<16>(to + row * d_v + vector * 8, raw);
             float f[8];
@@ -102,7 +106,8 @@ __global__ void __launch_bounds__(256, 1)
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     ScannedState<T, VTile, DK> state(d_k, d_v, column0, v_columns, warp, lane);
-    state.load(dfinal, batch * heads + head);
+    const i64 state_head = batch * heads + head, segment_head = static_cast<i64>(blockIdx.z) * heads + head;
+    state.load(own.ends ? dfinal : passes_on ? nullptr : starts, own.ends ? state_head : segment_head + heads);
     state.show(state_tile);
 
     const int own_row = 16 * (warp % 4);
@@ -167,7 +172,7 @@ __global__ void __launch_bounds__(256, 1)
         } else {
             if (chunk + 1 < chunks && count > 1) finish(chunk + 1);
             store_by<VTile, DK>(helper, dstates + ((own.chunk + chunk) * heads + head) * d_k * d_v + column0, d_v, state_tile,
-                                static_cast<int>(d_k), v_columns / 8);
+                                static_cast<int>(d_k), kept_columns / 8);
             if (count > 1) {
                 ptx::named_barrier_sync(2, 128);  // all of them are done with the tiles of the chunk behind
                 fetch(chunk - count + 1);
@@ -201,7 +206,8 @@ __global__ void __launch_bounds__(256, 1)
     }
     __syncthreads();
     if (helper >= 0 && chunks > 0) finish(0);
-    if (dinitial != nullptr) state.store_to(dinitial, batch * heads + head);
+    if (passes_on || (own.begins && dinitial != nullptr))
+        state.store_to(passes_on ? starts : dinitial, passes_on ? segment_head : state_head);
 }
 
 }  // namespace rtk

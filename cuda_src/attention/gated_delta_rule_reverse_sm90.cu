@@ -7,7 +7,7 @@
 //     dS^T before the chunk = exp(c_end) dS^T + scale (E dO)^T Q - (beta E dR)^T K,
 // where factors of tokens multiply columns. dR of a chunk is left in the place of its dO, dV in a box of the warpgroup's; both
 // are stored while the first products of the chunk before it run. Without a correction (kUncorrected) dR is dU.
-// Grid: tiles of columns, heads, sequences.
+// Without `dv` it is the first pass over segments, which writes `starts` only. Grid: tiles of columns, heads, segments.
 #include "attention/gated_delta_rule_sm90.cuh"
 
 namespace rtk {
@@ -15,10 +15,10 @@ namespace rtk {
 template <typename T, int DK, int KIND>
 __global__ void __launch_bounds__(384, 1)
     gated_delta_rule_reverse_sm90(const T* q, const T* k, const T* after, const T* dout, const T* solve, const T* inner,
-                                  const float* rows, const float* skip, const float* dfinal, float* dinitial, const i32* cu, T* dv,
-                                  T* dstates, T* drest, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch,
-                                  i64 q_row, i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row,
-                                  i64 dout_head, i64 stages, double scale) {
+                                  const float* rows, const float* skip, const float* dfinal, float* dinitial, float* starts,
+                                  const i32* cu, T* dv, T* dstates, T* drest, i64 segment, i64 length, i64 heads, i64 key_heads,
+                                  i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch, i64 k_row, i64 k_head,
+                                  i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
     constexpr bool kChannels = KIND == static_cast<int>(DeltaKind::kChannels);
     constexpr bool kCorrected = KIND != static_cast<int>(DeltaKind::kUncorrected);
     constexpr u32 kKeyBytes = Boxed<kDelta, DK>::kBytes, kBoxBytes = kDelta * kTileRow;
@@ -33,7 +33,9 @@ __global__ void __launch_bounds__(384, 1)
 
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int group = warp / 4, head = static_cast<int>(blockIdx.y);
-    const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
+    const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
+    const bool passes_on = segment != 0 && dv == nullptr;
+    if (!own.exists() || (passes_on && own.begins)) return;
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int first_column = static_cast<int>(blockIdx.x) * groups * 64;
     const i64 batch = own.batch;
@@ -72,18 +74,18 @@ __global__ void __launch_bounds__(384, 1)
     }
 
     ptx::registers_take<216>();
-    const int t = lane % 4, column0 = first_column + group * 64, columns = static_cast<int>(d_v) - column0;
+    const int t = lane % 4, column0 = first_column + group * 64, columns = passes_on ? 0 : static_cast<int>(d_v) - column0;
     const int own_column = column0 + warp % 4 * 16 + lane / 4;
-    const i64 state_head = batch * heads + head;
+    const i64 state_head = batch * heads + head, segment_head = static_cast<i64>(blockIdx.z) * heads + head;
     const WarpColumns place(warp, lane);
     const ptx::SharedAddress state_box = tiles + states_at + group * (DK * kTileRow), dv_box = tiles + dv_at + group * kBoxBytes;
     float* const factors = reinterpret_cast<float*>(tile_bytes + factors_at) + warp * (kFactors * kDelta);
     const float *const betas = factors, *const of_state = factors + kDelta, *const of_rest = of_state + kDelta;
     const float* const of_dout = of_rest + kDelta;
     const float by_dout = skip != nullptr ? skip[head] : 0.0f;
-    dv += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    dv += (((cu != nullptr ? 0 : batch * length) + own.first) * heads + head) * d_v + column0;
     TransposedState<DK> state;
-    state.load(dfinal, state_head, d_k, d_v, own_column, lane);
+    state.load(own.ends ? dfinal : passes_on ? nullptr : starts, own.ends ? state_head : segment_head + heads, d_k, d_v, own_column, lane);
     auto finish = [&](int chunk, int at_stage) {
         __syncwarp();
         place.store<kDelta>(drest + ((own.chunk + chunk) * heads + head) * kDelta * d_v + column0, d_v, kDelta, columns,
@@ -190,7 +192,8 @@ __global__ void __launch_bounds__(384, 1)
         ring.advance();
     }
     if (chunks > 0) finish(0, last_stage);
-    if (dinitial != nullptr) state.store_to(dinitial, state_head, d_k, d_v, own_column, lane);
+    if (passes_on || (own.begins && dinitial != nullptr))
+        state.store_to(passes_on ? starts : dinitial, passes_on ? segment_head : state_head, d_k, d_v, own_column, lane);
 }
 
 }  // namespace rtk

@@ -16,6 +16,12 @@
 //
 // Chunks are numbered without a look at lengths: chunk i of sequence b of packed tokens is number cu[b] / 64 + b + i. An
 // unused number has no rows. Value head h reads key head h / (heads / key heads).
+//
+// The state after a segment, a number of chunks, is an affine function of the state S before it, A S + b, where A [d_k, d_k]
+// and b do not depend on S. So few long sequences are split: a first pass computes b, by a scan that starts from zeros, and A, by
+// one of columns of their own that starts from the identity and whose v is 0; gated_delta_rule_chain.cu computes the states
+// between segments from them, and a second pass scans all segments at once. Gradients dS go back by A^T in the same way. A
+// sequence's first and last segments need no A: these passes start from the state, or gradient, that is given.
 #pragma once
 #include "attention/masks.cuh"
 #include "common/vec.cuh"
@@ -45,6 +51,17 @@ RTK_DEVICE DeltaRows delta_rows(int batch, i64 length, const i32* cu) {
     return {s.q_row, chunk, s.lq, batch};
 }
 
+// The packed sequence that has part `number` of parts of so many rows; -1 if none has.
+RTK_DEVICE int delta_sequence(i64 number, i64 part, const i32* cu, int sequences) {
+    int low = 0, high = sequences;  // the first sequence whose parts come later
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (cu[middle] / part + middle <= number) low = middle + 1;
+        else high = middle;
+    }
+    return low - 1;
+}
+
 // One chunk: its sequence (of packed tokens: 0), first row there, and number of rows.
 struct DeltaChunk {
     i64 first;
@@ -56,16 +73,34 @@ RTK_DEVICE DeltaChunk delta_chunk(i64 number, i64 length, const i32* cu, int seq
         const i64 each = (length + kDelta - 1) / kDelta, batch = number / each, first = (number - batch * each) * kDelta;
         return {first, static_cast<int>(batch), static_cast<int>(min(length - first, static_cast<i64>(kDelta)))};
     }
-    int low = 0, high = sequences;  // the first sequence whose chunks come later
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (cu[middle] / kDelta + middle <= number) low = middle + 1;
-        else high = middle;
-    }
-    if (low == 0) return {0, 0, 0};
-    const DeltaRows own = delta_rows(low - 1, length, cu);
+    const int sequence = delta_sequence(number, kDelta, cu, sequences);
+    if (sequence < 0) return {0, 0, 0};
+    const DeltaRows own = delta_rows(sequence, length, cu);
     const i64 skipped = (number - own.chunk) * kDelta;
     return {own.first + skipped, 0, static_cast<int>(max(min(own.rows - skipped, static_cast<i64>(kDelta)), i64{0}))};
+}
+
+// Rows of a segment of a sequence, a multiple of kDelta rows, or of a whole one.
+struct DeltaSegment : DeltaRows {
+    bool begins, ends;  // with its sequence
+
+    RTK_DEVICE bool exists() const { return begins || rows > 0; }
+};
+
+// Segment `number` of `numbers`, numbered as chunks are; segment: its rows, 0 for whole sequences.
+RTK_DEVICE DeltaSegment delta_segment(int number, int numbers, i64 segment, i64 length, const i32* cu) {
+    if (segment == 0) return {delta_rows(number, length, cu), true, true};
+    const i64 each = (length + segment - 1) / segment;
+    const int sequence =
+        cu != nullptr ? delta_sequence(number, segment, cu, numbers - static_cast<int>(length / segment)) : static_cast<int>(number / each);
+    if (sequence < 0) return {{0, 0, 0, 0}, false, false};
+    DeltaRows own = delta_rows(sequence, length, cu);
+    const i64 part = number - (cu != nullptr ? own.first / segment + sequence : sequence * each), skipped = part * segment;
+    const bool ends = skipped + segment >= own.rows;
+    own.rows = static_cast<int>(max(min(own.rows - skipped, segment), i64{0}));
+    own.first += skipped;
+    own.chunk += skipped / kDelta;
+    return {own, part == 0, ends};
 }
 
 // exp2 of a difference of cumulative log2 decays.

@@ -7,8 +7,9 @@
 // `stages`; with one of them, warps 4 to 7 work on the chunk before, and load, while the others wait.
 //
 // `states`, if not null, gets the state before each chunk as T, [chunks][heads][d_k][d_v], and `updates` U as T,
-// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. With CHANNELS, q, k and `after` are E Q, E K and F K of
-// kda_chunk.cu, and strides are not used. Grid: tiles of VT columns, heads, sequences.
+// [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. Without `out` and `updates` it is the first pass over
+// segments. With CHANNELS, q, k and `after` are E Q, E K and F K of
+// kda_chunk.cu, and strides are not used. Grid: tiles of VT columns, heads, segments.
 #include "attention/gated_delta_rule.cuh"
 
 namespace rtk {
@@ -16,8 +17,8 @@ namespace rtk {
 template <typename T, int DK, int VT, bool CHANNELS>
 __global__ void __launch_bounds__(256, 1)
     gated_delta_rule_scan(const T* q, const T* k, const T* after, const T* v, const T* solve, const T* inner, const float* rows,
-                          const float* initial, float* final, const i32* cu, T* out, T* states, T* updates, i64 length,
-                          i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
+                          const float* initial, float* final, float* ends, const i32* cu, T* out, T* states, T* updates,
+                          i64 segment, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
                           i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<VT>;
@@ -35,7 +36,10 @@ __global__ void __launch_bounds__(256, 1)
     u8* const update_tiles = decayed_tile + kVBytes;        // U of this chunk and the one before
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
-    const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
+    const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
+    const bool writes = out != nullptr, passes_on = segment != 0 && !writes && updates == nullptr;
+    const bool of_transition = passes_on && column0 >= d_v;
+    if (passes_on ? own.ends || !own.exists() || (own.begins && of_transition) : !own.exists()) return;
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int k_vectors = static_cast<int>(d_k) / 8, v_columns = min(static_cast<int>(d_v) - column0, VT);
     const i64 batch = own.batch;
@@ -44,8 +48,7 @@ __global__ void __launch_bounds__(256, 1)
         k += batch * k_batch + own.first * k_row + key_head * k_head;
     }
     v += batch * v_batch + own.first * v_row + head * v_head + column0;
-    const bool writes = out != nullptr;
-    if (writes) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    if (writes) out += (((cu != nullptr ? 0 : batch * length) + own.first) * heads + head) * d_v + column0;
     const int helper = static_cast<int>(threadIdx.x) - 128;  // threads that load and store
     auto stage = [&](int chunk) { return shared + chunk % count * kStageBytes; };
     auto fetch = [&](int chunk) {
@@ -78,8 +81,11 @@ __global__ void __launch_bounds__(256, 1)
     if (helper >= 0 && count > 2) fetch(1);
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-    ScannedState<T, VTile, DK> state(d_k, d_v, column0, v_columns, warp, lane);
-    state.load(initial, batch * heads + head);
+    const i64 state_head = batch * heads + head, segment_head = static_cast<i64>(blockIdx.z) * heads + head;
+    const int skipped = of_transition ? (static_cast<int>(d_v) + VT - 1) / VT * VT : 0, width = static_cast<int>(of_transition ? d_k : d_v);
+    ScannedState<T, VTile, DK> state(d_k, width, column0 - skipped, min(width - column0 + skipped, VT), warp, lane);
+    if (of_transition) state.load_identity();
+    else state.load(own.begins ? initial : passes_on ? nullptr : ends, own.begins ? state_head : segment_head - heads);
     state.show(state_tile);
 
     const int own_row = 16 * (warp % 4);
@@ -194,7 +200,9 @@ __global__ void __launch_bounds__(256, 1)
         }
     }
     if (helper >= 0 && chunks > 0) finish(chunks - 1);
-    if (final != nullptr) state.store_to(final, batch * heads + head);
+    if (of_transition) state.store_to(ends + gridDim.z * heads * d_k * d_v, segment_head);
+    else if (passes_on || (own.ends && final != nullptr))
+        state.store_to(passes_on ? ends : final, passes_on ? segment_head : state_head);
 }
 
 }  // namespace rtk

@@ -8,9 +8,9 @@
 // where factors of tokens multiply columns. A chunk's result is left in the place of its values, and stored while
 // the next chunk's first products run; the stage is released then. Without a correction (kUncorrected) U = beta V.
 //
-// With WRITES, `out` is given, otherwise `states` and `updates`; other pointers may be null as there. (ptxas serialises
-// products whose number in flight depends on anything at run time.) Factors of tokens are
-// computed by each warp for itself. Grid: tiles of columns, heads, sequences.
+// With WRITES, `out` is given, otherwise `states` and `updates`, or neither in the first pass over segments; other pointers may
+// be null as there. (ptxas serialises products whose number in flight depends on anything at run time.) Factors of tokens are
+// computed by each warp for itself. Grid: tiles of columns, heads, segments.
 #include "attention/gated_delta_rule_sm90.cuh"
 
 namespace rtk {
@@ -18,10 +18,10 @@ namespace rtk {
 template <typename T, int DK, int KIND, bool WRITES>
 __global__ void __launch_bounds__(384, 1)
     gated_delta_rule_scan_sm90(const T* q, const T* k, const T* after, const T* v, const T* solve, const T* inner,
-                               const float* rows, const float* skip, const float* initial, float* final, const i32* cu, T* out, T* states,
-                               T* updates, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
-                               i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 stages,
-                               double scale) {
+                               const float* rows, const float* skip, const float* initial, float* final, float* ends, const i32* cu,
+                               T* out, T* states, T* updates, i64 segment, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v,
+                               i64 q_batch, i64 q_row, i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row,
+                               i64 v_head, i64 stages, double scale) {
     constexpr bool kChannels = KIND == static_cast<int>(DeltaKind::kChannels);
     constexpr bool kCorrected = KIND != static_cast<int>(DeltaKind::kUncorrected);
     constexpr u32 kKeyBytes = Boxed<kDelta, DK>::kBytes, kBoxBytes = kDelta * kTileRow;
@@ -32,13 +32,16 @@ __global__ void __launch_bounds__(384, 1)
     const int groups = static_cast<int>(blockDim.x) / 128 - 1, count = static_cast<int>(stages);
     const DeltaStage stage(kKeyBytes, groups, WRITES, kCorrected, WRITES, kChannels);
     const u32 states_at = count * stage.bytes, factors_at = states_at + (states != nullptr ? groups * DK * kTileRow : 0);
-    TileRing ring(tiles + factors_at + groups * (4 * kFactors * kDelta * 4), count);
+    const u32 ring_at = factors_at + groups * (4 * kFactors * kDelta * 4);
+    TileRing ring(tiles + ring_at, count);
 
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const int group = warp / 4, head = static_cast<int>(blockIdx.y);
-    const DeltaRows own = delta_rows(static_cast<int>(blockIdx.z), length, cu);
+    const DeltaSegment own = delta_segment(static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z), segment, length, cu);
     const int chunks = (own.rows + kDelta - 1) / kDelta, key_head = head / static_cast<int>(heads / key_heads);
     const int first_column = static_cast<int>(blockIdx.x) * groups * 64;
+    const bool passes_on = !WRITES && segment != 0 && updates == nullptr;  // the first pass over segments
+    if (passes_on ? own.ends || !own.exists() || (own.begins && first_column >= d_v) : !own.exists()) return;
     const i64 batch = own.batch;
     if (threadIdx.x == 0) ring.init(4 * groups);
     __syncthreads();
@@ -75,18 +78,26 @@ __global__ void __launch_bounds__(384, 1)
     }
 
     ptx::registers_take<216>();
-    const int t = lane % 4, column0 = first_column + group * 64, columns = static_cast<int>(d_v) - column0;
+    const int t = lane % 4, column0 = first_column + group * 64, columns = passes_on ? 0 : static_cast<int>(d_v) - column0;
     const int own_column = column0 + warp % 4 * 16 + lane / 4;
-    const i64 state_head = batch * heads + head;
     const WarpColumns place(warp, lane);
     const ptx::SharedAddress state_box = tiles + states_at + group * (DK * kTileRow);
     float* const factors = reinterpret_cast<float*>(tile_bytes + factors_at) + warp * (kFactors * kDelta);
     const float *const betas = factors, *const before = factors + kDelta, *const later = before + kDelta, *const of_query = later + kDelta;
     const float by_value = skip != nullptr ? skip[head] : 0.0f;
     const i64 result_row = WRITES ? heads * d_v : d_v;
-    if constexpr (WRITES) out += ((cu != nullptr ? own.first : batch * length) * heads + head) * d_v + column0;
+    if constexpr (WRITES) out += (((cu != nullptr ? 0 : batch * length) + own.first) * heads + head) * d_v + column0;
+    const bool of_transition = passes_on && column0 >= d_v;
+    const int transition_column = own_column - (static_cast<int>(d_v) + 63) / 64 * 64;
     TransposedState<DK> state;
-    state.load(initial, state_head, d_k, d_v, own_column, lane);
+    if (of_transition) state.load_identity(transition_column, lane);
+    else
+        state.load(own.begins ? initial : passes_on ? nullptr : ends,
+                   (own.begins ? batch : static_cast<i64>(blockIdx.z) - 1) * heads + head, d_k, d_v, own_column, lane);
+    int result = passes_on ? static_cast<int>(blockIdx.z) : own.ends && final != nullptr ? own.batch : -1;
+    int* const kept = reinterpret_cast<int*>(tile_bytes + ring_at + 16 * count) + warp;  // for want of a register
+    if (WRITES && lane == 0) *kept = result;
+    __syncwarp();
     auto finish = [&](int chunk, int at_stage) {
         const ptx::SharedAddress box = tiles + at_stage * stage.bytes + stage.values + group * kBoxBytes;
         const int here = own.rows - chunk * kDelta;
@@ -222,7 +233,10 @@ __global__ void __launch_bounds__(384, 1)
         ring.advance();
     }
     if (chunks > 0) finish(chunks - 1, last_stage);
-    if (final != nullptr) state.store_to(final, state_head, d_k, d_v, own_column, lane);
+    if constexpr (WRITES) result = *kept;
+    const i64 result_head = result * heads + head;
+    if (of_transition) state.store_to(ends + gridDim.z * heads * d_k * d_v, result_head, d_k, d_k, transition_column, lane);
+    else if (result_head >= 0) state.store_to(passes_on ? ends : final, result_head, d_k, d_v, own_column, lane);
 }
 
 }  // namespace rtk

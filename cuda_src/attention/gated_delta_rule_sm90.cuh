@@ -191,6 +191,10 @@ struct TransposedState {
     RTK_DEVICE void load(const float* from, i64 head, i64 d_k, i64 d_v, int column, int lane) {
         visit(head, d_k, d_v, column, lane, [&](float& sum, bool exists, i64 at) { sum = from != nullptr && exists ? from[at] : 0.0f; });
     }
+    RTK_DEVICE void load_identity(int column, int lane) {
+#pragma unroll
+        for (int i = 0; i < DK / 2; ++i) sums[i] = i / 4 * 8 + lane % 4 * 2 + i % 2 == column + i / 2 % 2 * 8 ? 1.0f : 0.0f;
+    }
     RTK_DEVICE void store_to(float* to, i64 head, i64 d_k, i64 d_v, int column, int lane) {
         visit(head, d_k, d_v, column, lane, [&](float& sum, bool exists, i64 at) {
             if (exists) to[at] = sum;

@@ -9,6 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention import gated_delta_rule_reference as reference
 from rtkernels.ops.attention import gated_delta_rule_scans as scans
+from rtkernels.ops.attention import gated_delta_rule_segments as segments
 from rtkernels.ops.attention.backends import TAIL
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width
 from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
@@ -65,7 +66,7 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
 
 
 def _plan(q, k, v, g, initial_state, cu_seqlens, scale, l2norm, wants_state, device) -> Steps:
-    call = Call.of(q, v, cu_seqlens, scale, l2norm, channels=g.dim() == v.dim())
+    call = segments.split(Call.of(q, v, cu_seqlens, scale, l2norm, channels=g.dim() == v.dim()), device)
     steps, scratch = plans.inside_chunks(call, q, k, device)
     names = {"out": "out"}
     if initial_state is not None:
@@ -73,7 +74,8 @@ def _plan(q, k, v, g, initial_state, cu_seqlens, scale, l2norm, wants_state, dev
     if wants_state:
         names["final"] = "final_state"
     tails = plans.tails(call, (("out", call.heads, call.d_v),), device)
-    return Steps(*steps, scans.scan(call, q, k, v, names, device), *tails, scratch=scratch)
+    scratch |= segments.scratch(call)
+    return Steps(*steps, *segments.forward(call, q, k, v, names, device), *tails, scratch=scratch)
 
 
 def _outputs(q, v, cu_seqlens, wants_state) -> tuple[Memory | None, ...]:
@@ -110,26 +112,19 @@ def _backward_outputs(q, k, v, g, beta, cu_seqlens, needs_state):
 def _plan_backward(
     dout, dfinal_state, q, k, v, g, initial_state, cu_seqlens, scale, l2norm, needs_state, device
 ) -> Steps:  # fmt: skip
-    call = Call.of(q, v, cu_seqlens, scale, l2norm, channels=g.dim() == v.dim())
+    call = segments.split(Call.of(q, v, cu_seqlens, scale, l2norm, channels=g.dim() == v.dim()), device, True)
     steps, scratch = plans.inside_chunks(call, q, k, device)
     names = {"states": "states", "updates": "updates"}
     if initial_state is not None:
         names["initial"] = "initial_state"
     steps += [
-        scans.scan(call, q, k, v, names, device),
-        scans.reverse(
-            call,
-            q,
-            k,
-            dout,
-            0 if dfinal_state is None else "dfinal_state",
-            "dinitial_state" if needs_state else 0,
-            device,
-        ),
+        *segments.forward(call, q, k, v, names, device),
+        *segments.backward(call, q, k, dout, plans.reverse_names(dfinal_state, needs_state), device),
         plans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
-    return Steps(*steps, *plans.tails(call, tails, device), scratch=scratch | plans.gradient_scratch(call))
+    scratch |= plans.gradient_scratch(call) | segments.scratch(call, gradients=True)
+    return Steps(*steps, *plans.tails(call, tails, device), scratch=scratch)
 
 
 BACKWARD = Operator(
@@ -192,7 +187,8 @@ def gated_delta_rule(
 
     For each token and value head, with the state S [width of k, width of v]: ``S = exp(g) S``,
     ``u = beta (v - S^T k)``, ``S = S + k u^T``, ``out = scale * S^T q``. Computed in chunks of 64 tokens, so that the
-    time is linear in the length. Differentiable in q, k, v, g, beta and initial_state, also through the final state;
+    time is linear in the length. Few long sequences are split into segments that are computed at once, by counts and
+    lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta and initial_state, also through the final state;
     deterministic. States and sums are in fp32; operands of products are rounded to q's dtype.
 
     Args:
@@ -279,6 +275,6 @@ def gated_delta_rule_step(
 
 
 OP = Op(
-    "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"), kernels=(*KERNELS, *scans.KERNELS, TAIL),
-    torch_ops=(FORWARD, BACKWARD, ONE),
+    "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"),
+    kernels=(*KERNELS, *scans.KERNELS, *segments.KERNELS, TAIL), torch_ops=(FORWARD, BACKWARD, ONE),
 )  # fmt: skip

@@ -20,11 +20,11 @@ _WIDTHS = (64, 128)  # of keys
 _COLUMNS = (32, 64)  # of v that a block of a scan has
 MAX_KEY_WIDTH, MAX_VALUE_WIDTH = _WIDTHS[-1], 256
 # As in gated_delta_rule.cuh.
-_CHUNK = 64
+CHUNK_ROWS = 64
 _ROW_KINDS = 4
 _MAX_STAGES = 3
 _STATIC_SHARED, _GRADS_STATIC = 1024, 5120  # at most, of kernels
-_MATRIX = 2 * _CHUNK * _CHUNK  # bytes of T or P
+_MATRIX = 2 * CHUNK_ROWS * CHUNK_ROWS  # bytes of T or P
 
 _TYPES = [(t, d) for t in _TOKENS for d in _WIDTHS]
 _SCANS = [(t, d, v, channels) for t, d in _TYPES for v in _COLUMNS for channels in (False, True)]
@@ -37,14 +37,15 @@ CHUNK = Kernel(
 )  # fmt: skip
 SCAN = Kernel(
     "attention/gated_delta_rule_scan.cu", "gated_delta_rule_scan", template="T DK VT CHANNELS", max_registers=255,
-    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr cu:ptr out:ptr "
-    f"states:ptr updates:ptr {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
+    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr initial:ptr final:ptr ends:ptr cu:ptr out:ptr "
+    f"states:ptr updates:ptr segment:i64 {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 REVERSE = Kernel(
     "attention/gated_delta_rule_reverse.cu", "gated_delta_rule_reverse", template="T DK VT CHANNELS", max_registers=255,
-    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr "
-    f"dv:ptr dstates:ptr drest:ptr {SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
+    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr "
+    f"starts:ptr cu:ptr dv:ptr dstates:ptr drest:ptr segment:i64 {SIZES} {stride_arguments('q k dout')} stages:i64 "
+    "scale:f64",
     variants=_SCANS,
 )  # fmt: skip
 GRADS = Kernel(
@@ -95,6 +96,7 @@ class Call(NamedTuple):
     corrected: bool = True  # False: U is beta V, as in the SSD of Mamba-2
     skip: bool = False  # a factor of v for each head is added
     channels: bool = False  # each has a decay of its own
+    segment: int = 0  # rows of a segment (gated_delta_rule_segments.py); 0: sequences are not split
 
     @classmethod
     def of(
@@ -111,8 +113,17 @@ class Call(NamedTuple):
     def chunks(self) -> int:
         """Numbers that chunks may have."""
         if self.packed:
-            return self.length // _CHUNK + self.sequences if self.length else 0
-        return self.sequences * -(-self.length // _CHUNK)
+            return self.length // CHUNK_ROWS + self.sequences if self.length else 0
+        return self.sequences * -(-self.length // CHUNK_ROWS)
+
+    @property
+    def segments(self) -> int:
+        """Numbers that segments may have."""
+        if not self.segment:
+            return self.sequences
+        if self.packed:
+            return self.length // self.segment + self.sequences
+        return self.sequences * -(-self.length // self.segment)
 
     @property
     def width(self) -> int:
@@ -142,20 +153,20 @@ def flat_strides(*metas: Meta) -> tuple[int, ...]:
 
 def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step], dict[str, Memory]]:
     """Return the launch that prepares all chunks, and its results as scratch."""
-    matrices = Memory((call.chunks, call.heads, _CHUNK, _CHUNK), call.dtype)
-    rows = Memory((call.chunks, call.heads, _ROW_KINDS, _CHUNK), torch.float32)
+    matrices = Memory((call.chunks, call.heads, CHUNK_ROWS, CHUNK_ROWS), call.dtype)
+    rows = Memory((call.chunks, call.heads, _ROW_KINDS, CHUNK_ROWS), torch.float32)
     if call.channels:
-        shared = (2 * _CHUNK + 96) * tile_pitch(call.width) + 2 * 4 * _CHUNK * 68
+        shared = (2 * CHUNK_ROWS + 96) * tile_pitch(call.width) + 2 * 4 * CHUNK_ROWS * 68
         launch = KDA_CHUNK.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
         step = Step(
             launch, *("q", "k", "g", "beta", call.cu, "solve", "inner", "rows", "keys_before", "queries_before"),
             *("keys_after", call.sequences, call.length, call.heads, call.key_heads, call.d_k, *flat_strides(q, k)),
             *(int(call.l2norm), call.scale),
         )  # fmt: skip
-        keys = Memory((call.chunks, call.heads, _CHUNK, call.d_k), call.dtype)
+        keys = Memory((call.chunks, call.heads, CHUNK_ROWS, call.d_k), call.dtype)
         scaled = {"keys_before": keys, "queries_before": keys, "keys_after": keys}
         return [step], {"solve": matrices, "inner": matrices, "rows": rows} | scaled
-    shared = max(2 * _CHUNK * tile_pitch(call.width), 2 * 4 * _CHUNK * 68)
+    shared = max(2 * CHUNK_ROWS * tile_pitch(call.width), 2 * 4 * CHUNK_ROWS * 68)
     launch = CHUNK.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
     step = Step(
         launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),
@@ -172,13 +183,14 @@ class _Shape(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, call: Call, tiles: int, device: int) -> _Shape:
+    def of(cls, call: Call, tiles: int, device: int, transitions: bool = False) -> _Shape:
         """Return the launch of a scan with `tiles` tiles of 64 rows beside its state and its stages."""
-        blocks = call.sequences * call.heads * -(-call.d_v // _COLUMNS[0])
+        width = call.d_v + (call.d_k if transitions else 0)
+        blocks = call.segments * call.heads * -(-width // _COLUMNS[0])
         limit = device_info(device).shared_per_block - _STATIC_SHARED
         for columns in _COLUMNS[int(blocks > device_info(device).sm_count) :: -1]:
-            values, keys = _CHUNK * tile_pitch(columns), _CHUNK * tile_pitch(call.width)
-            stage = (3 if call.channels else 2) * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * _CHUNK
+            values, keys = CHUNK_ROWS * tile_pitch(columns), CHUNK_ROWS * tile_pitch(call.width)
+            stage = (3 if call.channels else 2) * keys + values + 2 * _MATRIX + 4 * _ROW_KINDS * CHUNK_ROWS
             others = call.width * tile_pitch(columns) + tiles * values
             stages = min((limit - others) // stage, _MAX_STAGES)
             if stages > 0:
@@ -187,41 +199,65 @@ class _Shape(NamedTuple):
 
 
 def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
-    """Return the launch from chunk to chunk. `names`: of initial, final, out, states and updates, where wanted."""
-    shape = _Shape.of(call, 4, device)
-    grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
+    """Return the launch from chunk to chunk. `names`: what scan_arguments takes."""
+    transitions = is_first_pass(names)
+    shape = _Shape.of(call, 4, device, transitions)
+    tiles = -(-call.d_v // shape.columns) + (-(-call.d_k // shape.columns) if transitions else 0)
+    grid = (tiles, call.heads, call.segments)
     launch = SCAN.bind((call.token, call.width, shape.columns, call.channels), device, grid, 256, shape.shared)
-    given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
-    return Step(
-        launch, *(*call.keys, "v", *call.matrices[:3], given["initial"], given["final"], call.cu, given["out"]),
-        *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*flat_strides(q, k, v), shape.stages, call.scale),
-    )  # fmt: skip
+    rest = scan_arguments(call, names, q, k, v, shape.stages)
+    return Step(launch, *call.keys, "v", *call.matrices[:3], *rest)
 
 
-def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitial: str | int, device: int) -> Step:
-    """Return the launch of gradients from chunk to chunk."""
+def is_first_pass(names: dict[str, str]) -> bool:
+    """Return whether a scan computes only what segments pass on: states from zeros, and transitions."""
+    return "out" not in names and "updates" not in names
+
+
+def scan_arguments(call: Call, names: dict[str, str], q: Meta, k: Meta, v: Meta, stages: int) -> tuple:
+    """Return a scan's arguments from `initial` on. `names`: of initial, final, ends, out, states, updates, if wanted."""
+    given = (names.get(name, 0) for name in ("initial", "final", "ends"))
+    results = (names.get(name, 0) for name in ("out", "states", "updates"))
+    return *given, call.cu, *results, *sizes(call), *flat_strides(q, k, v), stages, call.scale
+
+
+def sizes(call: Call) -> tuple[int, ...]:
+    """Return the arguments of scans that are sizes."""
+    return call.segment, call.length, call.heads, call.key_heads, call.d_k, call.d_v
+
+
+def reverse(call: Call, q: Meta, k: Meta, dout: Meta, names: dict[str, str], device: int) -> Step:
+    """Return the launch of gradients from chunk to chunk. `names`: what reverse_arguments takes."""
     shape = _Shape.of(call, 5, device)
-    grid = (-(-call.d_v // shape.columns), call.heads, call.sequences)
+    grid = (-(-call.d_v // shape.columns), call.heads, call.segments)
     launch = REVERSE.bind((call.token, call.width, shape.columns, call.channels), device, grid, 256, shape.shared)
-    return Step(
-        launch, *(*call.keys, "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
-        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *flat_strides(q, k, dout)),
-        *(shape.stages, call.scale),
-    )  # fmt: skip
+    return Step(launch, *call.keys, "dout", *call.matrices, *reverse_arguments(call, names, q, k, dout, shape.stages))
+
+
+def reverse_names(dfinal_state: Meta | None, needs_state: bool) -> dict[str, str]:
+    """Return the names of a reverse scan's arguments in an operator of gradients."""
+    dfinal = {} if dfinal_state is None else {"dfinal": "dfinal_state"}
+    return dfinal | ({"dinitial": "dinitial_state"} if needs_state else {}) | {"dv": "dv"}
+
+
+def reverse_arguments(call: Call, names: dict[str, str], q: Meta, k: Meta, dout: Meta, stages: int) -> tuple:
+    """Return a reverse scan's arguments from `dfinal` on. `names`: of dfinal, dinitial, starts and dv, if wanted."""
+    given = (names.get(name, 0) for name in ("dfinal", "dinitial", "starts"))
+    results = ("dv", "dstates", "drest") if "dv" in names else (0, 0, 0)
+    return *given, call.cu, *results, *sizes(call), *flat_strides(q, k, dout), stages, call.scale
 
 
 def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
     """Return the launch of gradients inside chunks."""
     if call.channels:
-        shared = _CHUNK * (5 * tile_pitch(64) + 3 * 4 * 65)
+        shared = CHUNK_ROWS * (5 * tile_pitch(64) + 3 * 4 * 65)
         launch = KDA_GRADS.bind((call.token, call.width), device, (call.chunks, call.heads), 256, shared)
         return Step(
             launch, *("q", "k", "v", "dout", "g", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk"),
             *("dg", "dbeta", "kept" if call.width > 64 else 0, call.sequences, call.length, call.heads, call.d_k),
             *(call.d_v, *flat_strides(q, k, v, dout), int(call.l2norm), call.scale),
         )  # fmt: skip
-    keys, values = _CHUNK * tile_pitch(call.width), _CHUNK * tile_pitch(64)
+    keys, values = CHUNK_ROWS * tile_pitch(call.width), CHUNK_ROWS * tile_pitch(64)
     stage = 3 * values + 2 * call.width * tile_pitch(64)
     fits = 2 * (keys + stage) + _GRADS_STATIC <= device_info(device).shared_per_block
     stages = min(2 if fits else 1, _MAX_STAGES)
@@ -237,8 +273,8 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
 def gradient_scratch(call: Call) -> dict[str, Memory]:
     """Return what gradients keep of each chunk."""
     states = Memory((call.chunks, call.heads, call.d_k, call.d_v), call.dtype)
-    rows = Memory((call.chunks, call.heads, _CHUNK, call.d_v), call.dtype)
-    kept = {"kept": Memory((call.chunks, call.heads, 2, _CHUNK, 64), torch.float32)}
+    rows = Memory((call.chunks, call.heads, CHUNK_ROWS, call.d_v), call.dtype)
+    kept = {"kept": Memory((call.chunks, call.heads, 2, CHUNK_ROWS, 64), torch.float32)}
     given = {"states": states, "dstates": states, "updates": rows, "drest": rows}
     return given | kept if call.channels and call.width > 64 else given
 

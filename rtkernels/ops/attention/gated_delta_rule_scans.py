@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
-from rtkernels.ops.attention.gated_delta_rule_plan import SIZES, Call, flat_strides
+from rtkernels.ops.attention.gated_delta_rule_plan import SIZES, Call
 from rtkernels.ops.attention.mma_plan import stride_arguments
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
@@ -16,6 +16,7 @@ from rtkernels.runtime.operator.plan import Step
 # As in gated_delta_rule_sm90.cuh.
 _BOX = 64 * 128  # bytes of 64 rows and columns
 _NUMBERS = 4 * 4 * 64
+_CONSUMER_WARPS = 8
 _HEADS, _CHANNELS, _UNCORRECTED = range(3)
 _MAX_STAGES = 3
 
@@ -23,15 +24,16 @@ _VARIANTS = [(t, d, kind) for t in ("bf16", "fp16") for d in (64, 128) for kind 
 SCAN_SM90 = Kernel(
     "attention/gated_delta_rule_scan_sm90.cu", "gated_delta_rule_scan_sm90", template="T DK KIND WRITES",
     max_registers=168, needs=("wgmma",),
-    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr skip:ptr initial:ptr final:ptr cu:ptr out:ptr "
-    f"states:ptr updates:ptr {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
+    args="q:ptr k:ptr after:ptr v:ptr solve:ptr inner:ptr rows:ptr skip:ptr initial:ptr final:ptr ends:ptr cu:ptr "
+    f"out:ptr states:ptr updates:ptr segment:i64 {SIZES} {stride_arguments('q k v')} stages:i64 scale:f64",
     variants=[(*variant, writes) for variant in _VARIANTS for writes in (False, True)],
 )  # fmt: skip
 REVERSE_SM90 = Kernel(
     "attention/gated_delta_rule_reverse_sm90.cu", "gated_delta_rule_reverse_sm90", template="T DK KIND",
     max_registers=168, needs=("wgmma",),
-    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr cu:ptr dv:ptr "
-    f"dstates:ptr drest:ptr {SIZES} {stride_arguments('q k dout')} stages:i64 scale:f64",
+    args="q:ptr k:ptr after:ptr dout:ptr solve:ptr inner:ptr rows:ptr skip:ptr dfinal:ptr dinitial:ptr "
+    f"starts:ptr cu:ptr dv:ptr dstates:ptr drest:ptr segment:i64 {SIZES} {stride_arguments('q k dout')} stages:i64 "
+    "scale:f64",
     variants=_VARIANTS,
 )  # fmt: skip
 KERNELS = (SCAN_SM90, REVERSE_SM90)
@@ -44,7 +46,7 @@ def by_wgmma(call: Call, device: int, forward: bool = False) -> bool:
     device. It is not for calls with bits that must not depend on the batch.
     """
     info = device_info(device)
-    tiles = call.sequences * call.heads * -(-call.d_v // 64)
+    tiles = call.segments * call.heads * -(-call.d_v // 64)
     fast = (forward and call.corrected) or tiles > info.sm_count // 2
     return "wgmma" in info.target.features and not level() and fast
 
@@ -59,48 +61,40 @@ class _Shape(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, call: Call, boxes: int, keys: int, kept: int, device: int) -> _Shape:
+    def of(cls, call: Call, boxes: int, keys: int, kept: int, device: int, transitions: bool = False) -> _Shape:
         """Return the launch of a scan, its stages with `boxes` of 64 x 64 and `keys` tiles of keys beside the values.
 
         `kept`: bytes beside the stages for each group.
         Blocks of one group are for heads that, split so, do not need more than one block per SM.
         """
-        info, tiles = device_info(device), -(-call.d_v // 64)
-        groups = 1 if tiles == 1 or call.sequences * call.heads * tiles <= info.sm_count else 2
+        info, tiles = device_info(device), -(-call.d_v // 64) + (-(-call.d_k // 64) if transitions else 0)
+        groups = 1 if tiles == 1 or call.segments * call.heads * tiles <= info.sm_count else 2
         stage = (keys * call.width // 64 + boxes + groups) * _BOX + _NUMBERS
-        others = groups * (kept + 4 * _NUMBERS) + 16 * _MAX_STAGES + 1024
+        others = groups * (kept + 4 * _NUMBERS) + 16 * _MAX_STAGES + 4 * _CONSUMER_WARPS + 1024
         stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
         kind = _CHANNELS if call.channels else _HEADS if call.corrected else _UNCORRECTED
-        grid = (-(-tiles // groups), call.heads, call.sequences)
+        grid = (-(-tiles // groups), call.heads, call.segments)
         return cls(kind, groups, grid, stages, stages * stage + others)
 
 
 def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> Step:
-    """Return the launch from chunk to chunk. `names`: of initial, final, and out or states and updates."""
-    if not by_wgmma(call, device, "out" in names):
+    """Return the launch from chunk to chunk. `names`: what scan_arguments takes."""
+    writes, transitions = "out" in names, plans.is_first_pass(names)
+    if not by_wgmma(call, device, writes or transitions):
         return plans.scan(call, q, k, v, names, device)
-    writes = "out" in names
     boxes, keys = int(call.corrected) + int(writes), 1 + int(writes) + int(call.channels)
-    shape = _Shape.of(call, boxes, keys, 128 * call.width if "states" in names else 0, device)
+    shape = _Shape.of(call, boxes, keys, 128 * call.width if "states" in names else 0, device, transitions)
     variant = (call.token, call.width, shape.kind, writes)
     launch = SCAN_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
-    given = {name: names.get(name, 0) for name in ("initial", "final", "out", "states", "updates")}
-    return Step(
-        launch, *(*call.keys, "v", *call.matrices, given["initial"], given["final"], call.cu, given["out"]),
-        *(given["states"], given["updates"], call.length, call.heads, call.key_heads, call.d_k, call.d_v),
-        *(*flat_strides(q, k, v), shape.stages, call.scale),
-    )  # fmt: skip
+    return Step(launch, *call.keys, "v", *call.matrices, *plans.scan_arguments(call, names, q, k, v, shape.stages))
 
 
-def reverse(call: Call, q: Meta, k: Meta, dout: Meta, dfinal: str | int, dinitial: str | int, device: int) -> Step:
-    """Return the launch of gradients from chunk to chunk."""
+def reverse(call: Call, q: Meta, k: Meta, dout: Meta, names: dict[str, str], device: int) -> Step:
+    """Return the launch of gradients from chunk to chunk. `names`: what reverse_arguments takes."""
     if not by_wgmma(call, device):
-        return plans.reverse(call, q, k, dout, dfinal, dinitial, device)
+        return plans.reverse(call, q, k, dout, names, device)
     shape = _Shape.of(call, 1 + int(call.corrected), 2 + int(call.channels), 128 * call.width + _BOX, device)
     variant = (call.token, call.width, shape.kind)
     launch = REVERSE_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
-    return Step(
-        launch, *(*call.keys, "dout", *call.matrices, dfinal, dinitial, call.cu, "dv", "dstates", "drest"),
-        *(call.length, call.heads, call.key_heads, call.d_k, call.d_v, *flat_strides(q, k, dout), shape.stages),
-        call.scale,
-    )  # fmt: skip
+    rest = plans.reverse_arguments(call, names, q, k, dout, shape.stages)
+    return Step(launch, *call.keys, "dout", *call.matrices, *rest)

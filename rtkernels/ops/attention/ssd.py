@@ -167,10 +167,9 @@ def _plan_backward(dout, dfinal_state, q, k, v, skip, initial_state, cu_seqlens,
     names = {"states": "states", "updates": "updates"}
     if initial_state is not None:
         names["initial"] = "initial_state"
-    dfinal, dinitial = 0 if dfinal_state is None else "dfinal_state", "dinitial_state" if needs_state else 0
     steps += [
         _scan(call, q, k, v, names, device),
-        scans.reverse(call, q, k, dout, dfinal, dinitial, device),
+        scans.reverse(call, q, k, dout, plans.reverse_names(dfinal_state, needs_state), device),
         plans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
