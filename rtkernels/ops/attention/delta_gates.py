@@ -1,4 +1,4 @@
-"""Gates of the gated delta rule: log decays and strengths from what projections give, and their gradients. Not public."""
+"""Gates of the gated delta rule: log decays and strengths of raw gates, and their gradients. Not public."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _FWD = Kernel(
 )  # fmt: skip
 _BWD = Kernel(
     _UNIT, "delta_gates_bwd", template="T N", max_registers=80,
-    args=f"ddecay:ptr dstrength:ptr g:ptr beta:ptr a_log:ptr dt_bias:ptr dg:ptr dbeta:ptr partial:ptr {_SIZES} factor:f64",
+    args="ddecay:ptr dstrength:ptr g:ptr beta:ptr a_log:ptr dt_bias:ptr dg:ptr dbeta:ptr partial:ptr "
+    f"{_SIZES} factor:f64",
     variants=_VARIANTS,
 )  # fmt: skip
 _SUM = Kernel(
@@ -41,7 +42,7 @@ _SUM = Kernel(
 )  # fmt: skip
 
 
-# ---- plans: g is [rows, heads * inner], beta [rows, heads] ------------------------------------------------------------
+# ---- plans: g is [rows, heads * inner], beta [rows, heads] ----------------------------------------------------------
 
 
 def flags(sigmoid: bool, *tensors: Meta | None) -> int:
@@ -86,7 +87,12 @@ def _check(g, beta, A_log, dt_bias) -> None:
         raise ArgumentError("g and A_log go together, and dt_bias with them; expected them, beta, or both")
     if g is None:
         return
-    if A_log.dim() != 1 or not A_log.shape[0] or g.shape[-1] % A_log.shape[0] or g.shape[-1] > _THREADS * A_log.shape[0]:
+    if (
+        A_log.dim() != 1
+        or not A_log.shape[0]
+        or g.shape[-1] % A_log.shape[0]
+        or g.shape[-1] > _THREADS * A_log.shape[0]
+    ):
         raise ArgumentError(f"A_log has shape {tuple(A_log.shape)}; expected heads of g, {tuple(g.shape)}")
     if beta is not None:
         check_same("beta", tuple(beta.shape), (*g.shape[:-1], A_log.shape[0]), "shape", of="g and A_log")
@@ -121,7 +127,7 @@ def _plan_backward(
     return Steps(first, second, scratch=scratch)
 
 
-# ---- the same in plain torch ------------------------------------------------------------------------------------------
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
 def _raw(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -181,7 +187,7 @@ def _reference_backward(
     return tuple(nothing(like) if t is None else t.contiguous() for t in (dg, dbeta, drate, dbias))
 
 
-# ---- operators --------------------------------------------------------------------------------------------------------
+# ---- operators ------------------------------------------------------------------------------------------------------
 
 _TENSORS = (
     Rows("g", optional=True), Rows("beta", optional=True), Dense("A_log", optional=True),
@@ -201,7 +207,10 @@ def _backward_outputs(g, beta, A_log, dt_bias, need_g, need_beta, need_factors) 
 
 def _check_backward(ddecay, dstrength, g, beta, A_log, dt_bias, need_g, need_beta, need_factors) -> None:
     _check(g, beta, A_log, dt_bias)
-    for name, grad, t, need in (("ddecay", ddecay, g, need_g or need_factors), ("dstrength", dstrength, beta, need_beta)):
+    for name, grad, t, need in (
+        ("ddecay", ddecay, g, need_g or need_factors),
+        ("dstrength", dstrength, beta, need_beta),
+    ):
         if need and (grad is None or t is None):
             raise ArgumentError(f"{name} is needed; expected it and the gate that it belongs to")
         if grad is not None and t is not None:
@@ -237,8 +246,6 @@ class _DeltaGates(torch.autograd.Function):
         need = [g and ddecay is not None, beta and dstrength is not None, (rate or bias) and ddecay is not None]
         if not any(need):
             return (None,) * 7
-        if need[2]:
-            refuse_weight_gradient("gated_delta_rule's gradient of A_log or dt_bias")
         grads = BACKWARD.call(ddecay, dstrength, *ctx.saved_tensors, *ctx.options, *need)
         wanted = (*need[:2], rate and need[2], bias and need[2])
         return *(grad if yes else None for grad, yes in zip(grads, wanted, strict=True)), None, None, None
@@ -247,7 +254,7 @@ class _DeltaGates(torch.autograd.Function):
 _differentiable = applied(_DeltaGates)
 
 
-# ---- options of public functions --------------------------------------------------------------------------------------
+# ---- options of public functions ------------------------------------------------------------------------------------
 
 
 def loadable(t: Tensor) -> Tensor:
@@ -301,6 +308,8 @@ def gates(
     if raw is None and logits is None:
         return g.float(), beta.float()
     factors = (None if t is None else loadable(t) for t in (A_log, dt_bias))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (A_log, dt_bias)):
+        refuse_weight_gradient("gated_delta_rule's gradient of A_log or dt_bias")
     values: tuple[Any, ...] = (raw, logits, *factors, lower_bound, sigmoid, factor)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:4])
     decay, strengths = _differentiable(*values) if differentiated else FORWARD.call(*values)

@@ -77,7 +77,7 @@ PROMISES: dict[str, Promise] = {
     "mla_decode": Promise(SEQUENCE, "keys are not split"),
     "sparse_mla": Promise(ROW, "keys are not split"),
     "lightning_attention": Promise(SEQUENCE, "one segment, the kernel that takes packed sequences, too"),
-    "gated_delta_rule": Promise(SEQUENCE, "prompts in chunks: at multiples of 64 tokens"),
+    "gated_delta_rule": Promise(SEQUENCE, f"prompts in chunks: at multiples of 64 tokens; {_OF_WEIGHT}"),
     "ssd": Promise(SEQUENCE, f"prompts in chunks: at multiples of 64 tokens; {_OF_WEIGHT}"),
     "causal_conv1d": Promise(SEQUENCE, _OF_WEIGHT),
     "conv": Promise(SEQUENCE, "depthwise kernels, products as scaled_mm; refused: torch's, and gradients that are"),
