@@ -111,8 +111,8 @@ def _raw_gates() -> Iterator[Row]:
 
     def gradients(dy, dstrength, g, beta, rate, bias):
         needs = (0.0, True, 1.0, True, True, True)
-        given = (g.flatten(-2), beta, rate.flatten(), bias)
-        return delta_gates.BACKWARD(dy.flatten(-2), dstrength, *given, *needs)[0].view(g.shape)
+        given = (beta, g.flatten(-2), rate.flatten(), bias)
+        return delta_gates.BACKWARD(*given, dy.flatten(-2), dstrength, *needs)[0].view(g.shape)
 
     def make_gradients(device: str, generator: torch.Generator) -> dict[str, Any]:
         numbers = torch.ones(1, tokens, heads, 1 + width, device=device)

@@ -54,73 +54,63 @@ def flags(sigmoid: bool, *tensors: Meta | None) -> int:
 class _Shape:
     """How the kernels are launched."""
 
-    def __init__(self, g: Meta | None, beta: Meta | None, heads: int, *others: Meta | None) -> None:
-        first = beta if g is None else g
-        self.rows, columns, self.n = first.rows, 0 if g is None else g.shape[-1], 1
+    def __init__(self, beta: Meta, g: Meta | None, strengths: bool, *others: Meta | None) -> None:
+        heads = beta.shape[-1]
+        self.rows, columns, self.n = beta.rows, 0 if g is None else g.shape[-1], 1
         if g is not None:
             size = g.dtype.itemsize
             wide = vector_bytes(g.misaligned, columns * size, g.row_stride * size) >= 4 * size
             self.n = 4 if wide and not misaligned(*others) else 1
         vectors = columns // self.n
-        self.tiles, more = -(-vectors // _THREADS), 0 if beta is None else -(-heads // _THREADS)
+        self.tiles, more = -(-vectors // _THREADS), -(-heads // _THREADS) if strengths else 0
         lanes = _THREADS // max(min(vectors or heads, _THREADS), 1)
         slices = max(min(-(-self.rows // (_ROWS * lanes)), _BLOCKS // max(self.tiles, 1)), 1)
         self.slice = max(-(-self.rows // slices), 1)
         self.slices = -(-self.rows // self.slice)
         self.grid = (self.tiles + more, self.slices)
-        self.columns, self.inner = columns, columns // heads if heads else 0
+        self.heads, self.columns, self.inner = heads, columns, columns // heads if heads else 0
         self.strides = tuple(0 if t is None else t.row_stride for t in (g, beta))
         self.token = "fp32" if g is None else g.token
 
-    def numbers(self, heads: int, flag: int) -> tuple[int | str, ...]:
+    def numbers(self, flag: int) -> tuple[int | str, ...]:
         """Return the arguments of both kernels after their tensors."""
-        sizes = (self.rows, self.columns, heads, self.inner, *self.strides, self.tiles, self.slice)
+        sizes = (self.rows, self.columns, self.heads, self.inner, *self.strides, self.tiles, self.slice)
         return *sizes, flag, "lower_bound", "factor"
 
 
-def _heads(beta: Meta | None, A_log: Meta | None) -> int:
-    return (beta.shape[-1] if A_log is None else A_log.shape[0]) if beta is not None or A_log is not None else 0
-
-
-def _check(g, beta, A_log, dt_bias) -> None:
-    if (g is None) is not (A_log is None) or (g is None and (beta is None or dt_bias is not None)):
-        raise ArgumentError("g and A_log go together, and dt_bias with them; expected them, beta, or both")
+def _check(beta, g, A_log, dt_bias) -> None:
+    if (g is None) is not (A_log is None) or (g is None and dt_bias is not None):
+        raise ArgumentError("g and A_log go together, and dt_bias with them; expected all or none of them")
     if g is None:
         return
-    if (
-        A_log.dim() != 1
-        or not A_log.shape[0]
-        or g.shape[-1] % A_log.shape[0]
-        or g.shape[-1] > _THREADS * A_log.shape[0]
-    ):
-        raise ArgumentError(f"A_log has shape {tuple(A_log.shape)}; expected heads of g, {tuple(g.shape)}")
-    if beta is not None:
-        check_same("beta", tuple(beta.shape), (*g.shape[:-1], A_log.shape[0]), "shape", of="g and A_log")
+    heads = beta.shape[-1] if beta.shape else 0
+    if not heads or g.shape[:-1] != beta.shape[:-1] or g.shape[-1] % heads or g.shape[-1] > _THREADS * heads:
+        raise ArgumentError(
+            f"g has shape {tuple(g.shape)}; expected columns for each head of beta, {tuple(beta.shape)}"
+        )
+    check_same("A_log", tuple(A_log.shape), (heads,), "shape", of="heads of beta")
     if dt_bias is not None:
         check_same("dt_bias", dt_bias.numel(), g.shape[-1], "size", of="a row of g")
 
 
-def _plan(g, beta, A_log, dt_bias, sigmoid, device) -> Steps:
-    heads = _heads(beta, A_log)
-    shape = _Shape(g, beta, heads)
+def _plan(beta, g, A_log, dt_bias, sigmoid, device) -> Steps:
+    shape = _Shape(beta, g, True)
     launch = _FWD.bind((shape.token, shape.n), device, shape.grid, _THREADS)
     names = ("g", "beta", "A_log", "dt_bias", "decay", "strength")
-    return Steps(Step(launch, *names, *shape.numbers(heads, flags(sigmoid, g, beta, A_log, dt_bias))))
+    return Steps(Step(launch, *names, *shape.numbers(flags(sigmoid, g, beta, A_log, dt_bias))))
 
 
 def _plan_backward(
-    ddecay, g, beta, A_log, dt_bias, sigmoid, need_g, need_beta, need_factors, device
+    beta, g, A_log, dt_bias, ddecay, sigmoid, need_g, need_beta, need_factors, device
 ) -> Steps:  # fmt: skip
-    heads = _heads(beta, A_log)
-    given = (g if need_g or need_factors else None, beta if need_beta else None)
-    shape = _Shape(*given, heads, ddecay)
+    shape = _Shape(beta, g if need_g or need_factors else None, need_beta, ddecay)
     launch = _BWD.bind((shape.token, shape.n), device, shape.grid, _THREADS)
     flag = flags(sigmoid, g, beta, A_log, dt_bias)
     names = ("ddecay", "dstrength", "g", "beta", "A_log", "dt_bias", "dg" if need_g else 0, "dbeta" if need_beta else 0)
-    first = Step(launch, *names, "partial" if need_factors else 0, *shape.numbers(heads, flag))
+    first = Step(launch, *names, "partial" if need_factors else 0, *shape.numbers(flag))
     if not need_factors:
         return Steps(first)
-    total = _SUM.bind((_THREADS,), device, heads, _THREADS)
+    total = _SUM.bind((_THREADS,), device, shape.heads, _THREADS)
     dbias = 0 if dt_bias is None else "dbias"
     second = Step(total, "partial", "drate", dbias, shape.slices, shape.columns, shape.inner, flag)
     scratch = {"partial": Memory((2, shape.slices, shape.columns), _FLOAT32)}
@@ -151,12 +141,9 @@ def strength(beta: Tensor, sigmoid: bool, factor: float) -> Tensor:
     return factor * (beta.sigmoid() if sigmoid else beta)
 
 
-def _reference(g, beta, A_log, dt_bias, lower_bound, sigmoid, factor):
-    one = beta if g is None else g
-    return (
-        nothing(one) if g is None else log_decay(g, A_log, dt_bias, lower_bound),
-        nothing(one) if beta is None else strength(beta, sigmoid, factor),
-    )
+def _reference(beta, g, A_log, dt_bias, lower_bound, sigmoid, factor):
+    decay = nothing(beta) if g is None else log_decay(g, A_log, dt_bias, lower_bound).contiguous()
+    return decay, strength(beta, sigmoid, factor).contiguous()
 
 
 def _sigmoid_slope(x: Tensor) -> Tensor:
@@ -165,9 +152,8 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 
 def _reference_backward(
-    ddecay, dstrength, g, beta, A_log, dt_bias, lower_bound, sigmoid, factor, need_g, need_beta, need_factors
+    beta, g, A_log, dt_bias, ddecay, dstrength, lower_bound, sigmoid, factor, need_g, need_beta, need_factors
 ):  # fmt: skip
-    like = dstrength if ddecay is None else ddecay
     dg = dbeta = drate = dbias = None
     if need_g or need_factors:
         x, rate = _raw(g, A_log, dt_bias)
@@ -184,29 +170,28 @@ def _reference_backward(
     if need_beta:
         slope = _sigmoid_slope(beta.to(dstrength.dtype)) if sigmoid else torch.ones_like(dstrength)
         dbeta = (factor * dstrength * slope).masked_fill(dstrength == 0, 0).to(beta.dtype)
-    return tuple(nothing(like) if t is None else t.contiguous() for t in (dg, dbeta, drate, dbias))
+    return tuple(nothing(beta) if t is None else t.contiguous() for t in (dg, dbeta, drate, dbias))
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 _TENSORS = (
-    Rows("g", optional=True), Rows("beta", optional=True), Dense("A_log", optional=True),
-    Dense("dt_bias", optional=True),
+    Rows("beta"), Rows("g", optional=True), Dense("A_log", optional=True), Dense("dt_bias", optional=True)
 )  # fmt: skip
 
 
-def _outputs(g, beta) -> tuple[Memory | None, ...]:
+def _outputs(beta, g) -> tuple[Memory | None, ...]:
     return tuple(None if t is None else Memory(tuple(t.shape), _FLOAT32) for t in (g, beta))
 
 
-def _backward_outputs(g, beta, A_log, dt_bias, need_g, need_beta, need_factors) -> tuple[Memory | None, ...]:
+def _backward_outputs(beta, g, A_log, dt_bias, need_g, need_beta, need_factors) -> tuple[Memory | None, ...]:
     needs = (need_g, need_beta, need_factors, need_factors and dt_bias is not None)
     given = zip((g, beta, A_log, dt_bias), needs, strict=True)
     return tuple(Memory(tuple(t.shape), t.dtype) if need else None for t, need in given)
 
 
-def _check_backward(ddecay, dstrength, g, beta, A_log, dt_bias, need_g, need_beta, need_factors) -> None:
-    _check(g, beta, A_log, dt_bias)
+def _check_backward(beta, g, A_log, dt_bias, ddecay, dstrength, need_g, need_beta, need_factors) -> None:
+    _check(beta, g, A_log, dt_bias)
     for name, grad, t, need in (
         ("ddecay", ddecay, g, need_g or need_factors),
         ("dstrength", dstrength, beta, need_beta),
@@ -224,7 +209,7 @@ FORWARD = Operator(
 )  # fmt: skip
 BACKWARD = Operator(
     "delta_gates_bwd",
-    (Dense("ddecay", (_FLOAT32,), optional=True), Dense("dstrength", (_FLOAT32,), optional=True), *_TENSORS),
+    (*_TENSORS, Dense("ddecay", (_FLOAT32,), optional=True), Dense("dstrength", (_FLOAT32,), optional=True)),
     options="float lower_bound, bool sigmoid, float factor, bool need_g, bool need_beta, bool need_factors",
     numbers="lower_bound factor", results="dg dbeta drate dbias", outputs=_backward_outputs, plan=_plan_backward,
     reference=_reference_backward, check=_check_backward, plans_empty=True,
@@ -233,21 +218,21 @@ BACKWARD = Operator(
 
 class _DeltaGates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, g, beta, A_log, dt_bias, lower_bound, sigmoid, factor):
+    def forward(ctx, beta, g, A_log, dt_bias, lower_bound, sigmoid, factor):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(g, beta, A_log, dt_bias)
+        ctx.save_for_backward(beta, g, A_log, dt_bias)
         ctx.options = (lower_bound, sigmoid, factor)
-        return FORWARD.call(g, beta, A_log, dt_bias, *ctx.options)
+        return FORWARD.call(beta, g, A_log, dt_bias, *ctx.options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, ddecay, dstrength):
-        g, beta, rate, bias = ctx.needs_input_grad[:4]
+        beta, g, rate, bias = ctx.needs_input_grad[:4]
         need = [g and ddecay is not None, beta and dstrength is not None, (rate or bias) and ddecay is not None]
         if not any(need):
             return (None,) * 7
-        grads = BACKWARD.call(ddecay, dstrength, *ctx.saved_tensors, *ctx.options, *need)
-        wanted = (*need[:2], rate and need[2], bias and need[2])
+        dg, dbeta, *others = BACKWARD.call(*ctx.saved_tensors, ddecay, dstrength, *ctx.options, *need)
+        grads, wanted = (dbeta, dg, *others), (need[1], need[0], rate and need[2], bias and need[2])
         return *(grad if yes else None for grad, yes in zip(grads, wanted, strict=True)), None, None, None
 
 
@@ -304,16 +289,15 @@ def gates(
     raw = None if A_log is None else loadable(g)
     if raw is not None and g.dim() > beta.dim():
         raw = raw.flatten(-2)
-    logits = loadable(beta) if sigmoid or factor != 1.0 else None
-    if raw is None and logits is None:
+    if raw is None and not sigmoid and factor == 1.0:
         return g.float(), beta.float()
     factors = (None if t is None else loadable(t) for t in (A_log, dt_bias))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (A_log, dt_bias)):
         refuse_weight_gradient("gated_delta_rule's gradient of A_log or dt_bias")
-    values: tuple[Any, ...] = (raw, logits, *factors, lower_bound, sigmoid, factor)
+    values: tuple[Any, ...] = (loadable(beta), raw, *factors, lower_bound, sigmoid, factor)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:4])
     decay, strengths = _differentiable(*values) if differentiated else FORWARD.call(*values)
-    return g.float() if raw is None else decay.view(g.shape), beta.float() if logits is None else strengths
+    return g.float() if raw is None else decay.view(g.shape), strengths
 
 
 OP = Op("delta_gates", public=(), kernels=(_FWD, _BWD, _SUM), torch_ops=(FORWARD, BACKWARD))
