@@ -12,14 +12,14 @@ template <typename T>
 __global__ void __launch_bounds__(256)
     ssd_step(const T* x, const float* dt, const float* rate, const T* b, const T* c, const float* skip, const float* bias,
              float* state, T* out, i64 heads, i64 groups, i64 d_k, i64 d_v, i64 x_batch, i64 x_head, i64 b_batch, i64 b_head,
-             i64 c_batch, i64 c_head, i64 by_softplus, double low, double high) {
+             i64 c_batch, i64 c_head, i64 softplus, double low, double high) {
     constexpr int kWarps = 8, kRows = 4;
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 head = blockIdx.y, batch = blockIdx.z, group = head / (heads / groups);
     const i64 row0 = (static_cast<i64>(blockIdx.x) * kWarps + warp) * kRows;
     if (row0 >= d_v) return;
     float time = dt[batch * heads + head] + (bias == nullptr ? 0.0f : bias[head]);
-    if (by_softplus) time = softplus(time);
+    if (softplus) time = rtk::softplus(time);
     time = time < static_cast<float>(low) ? static_cast<float>(low) : time;
     time = time > static_cast<float>(high) ? static_cast<float>(high) : time;
     const float decay = expf(rate[head] * time);

@@ -59,8 +59,8 @@ class _Shape:
         self.rows, columns, self.n = beta.rows, 0 if g is None else g.shape[-1], 1
         if g is not None:
             size = g.dtype.itemsize
-            wide = vector_bytes(g.misaligned, columns * size, g.row_stride * size) >= 4 * size
-            self.n = 4 if wide and not misaligned(*others) else 1
+            vectors_fit = vector_bytes(g.misaligned, columns * size, g.row_stride * size) >= 4 * size
+            self.n = 4 if vectors_fit and not misaligned(*others) else 1
         vectors = columns // self.n
         self.tiles, more = -(-vectors // _THREADS), -(-heads // _THREADS) if strengths else 0
         lanes = _THREADS // max(min(vectors or heads, _THREADS), 1)

@@ -158,7 +158,7 @@ def test_gradients(name: str, limited: bool, place: str) -> None:
     indices = choice(tokens, count, keys)
     indices[:, ::3] = indices[:, :1].clone()
     indices[0, 1:] = -1
-    indices[-1, 1::2] = keys if name == "many" else -1
+    indices[-1, 1 :: 2] = keys if name == "many" else -1
     positions = (torch.arange(tokens) * 6 - 1).int() if limited else None  # the first token has no keys
     sinks = random(heads, seed=5) if limited else None
     incoming = [random(tokens, heads, value_width, seed=6).to(dtype), random(tokens, heads, seed=7)]
