@@ -242,9 +242,13 @@ _differentiable = applied(_DeltaGates)
 # ---- options of public functions ------------------------------------------------------------------------------------
 
 
-def loadable(t: Tensor) -> Tensor:
-    """Return a tensor in a dtype that kernels read, fp32 instead of others."""
-    return t if t.dtype in FLOAT_DTYPES else t.float()
+def loadable(name: str, t: Tensor | None) -> Tensor | None:
+    """Return a tensor in a dtype that kernels read, fp32 instead of other floating-point ones."""
+    if t is None or t.dtype in FLOAT_DTYPES:
+        return t
+    if not t.dtype.is_floating_point:
+        raise ArgumentError(f"{name} has dtype {str(t.dtype).removeprefix('torch.')}; expected a floating-point one")
+    return t.float()
 
 
 def check_options(
@@ -286,15 +290,15 @@ def gates(
     factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return log decays and strengths in fp32; g is [.., heads] or [.., heads, width], beta [.., heads]."""
-    raw = None if A_log is None else loadable(g)
+    raw = None if A_log is None else loadable("g", g)
     if raw is not None and g.dim() > beta.dim():
         raw = raw.flatten(-2)
     if raw is None and not sigmoid and factor == 1.0:
         return g.float(), beta.float()
-    factors = (None if t is None else loadable(t) for t in (A_log, dt_bias))
+    factors = (loadable(name, t) for name, t in (("A_log", A_log), ("dt_bias", dt_bias)))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (A_log, dt_bias)):
         refuse_weight_gradient("gated_delta_rule's gradient of A_log or dt_bias")
-    values: tuple[Any, ...] = (loadable(beta), raw, *factors, lower_bound, sigmoid, factor)
+    values: tuple[Any, ...] = (loadable("beta", beta), raw, *factors, lower_bound, sigmoid, factor)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:4])
     decay, strengths = _differentiable(*values) if differentiated else FORWARD.call(*values)
     return g.float() if raw is None else decay.view(g.shape), strengths

@@ -324,10 +324,11 @@ def gated_delta_rule_step(
     """
     for name, t in (("v", v), ("beta", beta)):
         check_tensor(name, t)
-    given = (q, k, v, g, beta, state, A_log, dt_bias)
-    refuse_gradients("gated_delta_rule_step", [t for t in given if t is not None])
+    tensors = (q, k, v, g, beta, state, A_log, dt_bias)
+    refuse_gradients("gated_delta_rule_step", [t for t in tensors if t is not None])
     bound, factor = _gate_options(q, v, g, A_log, dt_bias, lower_bound, beta_scale)
-    g, beta, A_log, dt_bias = (None if t is None else delta_gates.loadable(t) for t in (g, beta, A_log, dt_bias))
+    given = {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    g, beta, A_log, dt_bias = (delta_gates.loadable(name, t) for name, t in given.items())
     scales = (default_scale(scale, q), bool(l2norm), bound, bool(beta_sigmoid), factor)
     return ONE.call(q, k, v, g, beta, state, A_log, dt_bias, slots, *scales)
 

@@ -327,6 +327,11 @@ _POOL = torch.zeros(4, 4, 16, 16)
 test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
     {
         "A_log": (lambda: _rule(A_log=torch.ones(2)), r"A_log has shape \(2,\); expected \(4,\), that of heads of v"),
+        "types": (lambda: _rule(A_log=torch.ones(4, dtype=torch.int32)), "A_log has dtype int32; expected a floating"),
+        "types of a step": (
+            lambda: _step(_POOL[:4], A_log=torch.ones(4), dt_bias=torch.ones(4, dtype=torch.complex64)),
+            "dt_bias has dtype complex64; expected a floating",
+        ),
         "dt_bias": (
             lambda: _rule(A_log=torch.ones(4), dt_bias=torch.ones(4, 16)),
             r"dt_bias has shape \(4, 16\); expected \(4,\)",
