@@ -2,6 +2,7 @@
 //     dt = clamp(softplus(dt + bias)),  S = exp(A dt) S + dt x B^T,  out = S C + skip x.
 // A warp owns four rows of the state; a lane has four neighbours of every 128 and loads those of all rows first. Sums in fp32,
 // out rounded once. Grid: tiles of 32 rows, heads, sequences.
+#include "attention/gates.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -18,7 +19,7 @@ __global__ void __launch_bounds__(256)
     const i64 row0 = (static_cast<i64>(blockIdx.x) * kWarps + warp) * kRows;
     if (row0 >= d_v) return;
     float time = dt[batch * heads + head] + (bias == nullptr ? 0.0f : bias[head]);
-    if (softplus && time <= 20.0f) time = log1pf(expf(time));
+    if (softplus) time = rtk::softplus(time);
     time = time < static_cast<float>(low) ? static_cast<float>(low) : time;
     time = time > static_cast<float>(high) ? static_cast<float>(high) : time;
     const float decay = expf(rate[head] * time);

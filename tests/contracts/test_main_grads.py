@@ -112,6 +112,13 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], torch.dtype, Made]] = {
     ),
     "causal_conv1d": (((HIDDEN, 4), COLUMNS), BF16, lambda w, b: rtk.causal_conv1d(_x()[None], w, b)),
     "conv": (((4, 1, 3, 3), (4,)), BF16, lambda w, b: rtk.conv(_heads(2, 4, 8, 8), w, b, padding=1, groups=4)),
+    "gated_delta_rule": (
+        ((4,), (4,)), F32,
+        lambda a, t: rtk.gated_delta_rule(
+            *(_heads(1, ROWS, 4, 16),) * 3, _x(F32, 1, ROWS, 4), _x(F32, 1, ROWS, 4), A_log=a, dt_bias=t, l2norm=True,
+            beta_sigmoid=True,
+        ),
+    ),
     "ssd": (
         ((4,), (4,), (4,)), F32,
         lambda a, d, t: rtk.ssd(
@@ -121,12 +128,13 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], torch.dtype, Made]] = {
     ),
 }  # fmt: skip
 # Names of arguments that are parameters of layers, in functions with gradients.
-NAMES = {"weight", "bias", "b", "add", "gate", "shift", "s", "pos", "sinks", "A", "D", "dt_bias", "q_norm", "k_norm"}
-NAMES |= {"q_weight", "k_weight", "router_weight", "student_weight", "student_bias"}
+NAMES = {"weight", "bias", "b", "add", "gate", "shift", "s", "pos", "sinks", "A", "D", "q_norm", "k_norm"}
+NAMES |= {"A_log", "dt_bias", "q_weight", "k_weight", "router_weight", "student_weight", "student_bias"}
 WITHOUT_GRADIENTS = {
     "cross_entropy": "weight has no gradient", "topk_router": "bias has no gradient",
     **dict.fromkeys(("attention_decode", "causal_conv1d_step", "fp8_weight", "glu_fp8_backward",
-                     "glu_smooth_fp8_backward", "grouped_mm_masked", "sparse_mla", "ssd_step"), "not differentiable"),
+                     "glu_smooth_fp8_backward", "grouped_mm_masked", "sparse_mla", "gated_delta_rule_step", "ssd_step"),
+                    "not differentiable"),
     **dict.fromkeys(("glu_fp8", "glu_smooth_fp8"), "codes have no gradients"), "glu": "weight has a factor of each row",
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ COPIED = {
     "cross_entropy": "the loss is one of several numbers that a kernel writes together",
     "dequantize_fp8_smooth": "the result is converted to its dtype",
     "fp8_linear": "codes are padded to what products want",
+    "gated_delta_rule": "matrices of chunks are allocated for each call",
     "indexer_logits": "in this call weights are converted to float32",
     "indexer_topk": "in this call weights are converted to float32",
     "jsd": "the loss is one of several numbers that a kernel writes together",

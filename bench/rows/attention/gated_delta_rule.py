@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bench.rows.row import Row, gradients_of, in_fp32
+from rtkernels.ops.attention import delta_gates
 from rtkernels.ops.attention.gated_delta_rule import BACKWARD, gated_delta_rule, gated_delta_rule_step
 from rtkernels.ops.attention.gated_delta_rule_reference import forward, step
 
@@ -64,6 +65,99 @@ def _by_channel() -> Iterator[Row]:
         )  # fmt: skip
 
 
+def _raw(rate: torch.Tensor, bias: torch.Tensor) -> dict[str, Any]:
+    """The gates of Qwen3-Next."""
+    return {"A_log": rate, "dt_bias": bias, "beta_sigmoid": True}
+
+
+def _plain_gates(g, beta, rate, bias):
+    """As models have them."""
+    decay = -rate.to(in_fp32(rate).dtype).exp() * torch.nn.functional.softplus(g.to(in_fp32(g).dtype) + bias)
+    return decay, beta.sigmoid()
+
+
+def _raw_gates() -> Iterator[Row]:
+    """Qwen3-Next's gates in the rule and its step, and those of Kimi Linear alone: 128 channels a head."""
+    tokens, heads, width = 8192, 32, 128
+
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        tensors = {
+            name: torch.randn(1, tokens, count, width, device=device, generator=generator).bfloat16()
+            for name, count in zip("qkv", (16, 16, heads), strict=True)
+        }
+        g, beta = torch.randn(2, 1, tokens, heads, device=device, generator=generator).bfloat16()
+        rate, bias = torch.randn(2, heads, device=device, generator=generator)
+        return tensors | {"g": g, "beta": beta, "rate": rate, "bias": bias}
+
+    def plain(q, k, v, g, beta, rate, bias):
+        return _plain(q, k, v, *_plain_gates(g, beta, rate, bias))
+
+    yield Row(
+        name="gated_delta_rule_fwd", shape="1x8192 16/32 heads of 128, raw gates", make=make,
+        ours=lambda q, k, v, g, beta, rate, bias: gated_delta_rule(
+            q, k, v, g, beta, l2norm=True, **_raw(rate, bias)
+        ),
+        torch=plain, bytes=(4 * heads + 4 * 16) * tokens * width + 4 * tokens * heads,
+    )  # fmt: skip
+
+    def make_channels(device: str, generator: torch.Generator) -> dict[str, Any]:
+        g = torch.randn(1, tokens, heads, width, device=device, generator=generator).bfloat16()
+        beta = torch.randn(1, tokens, heads, device=device, generator=generator).bfloat16()
+        rate, bias = (torch.randn(*s, device=device, generator=generator) for s in ((heads, 1), (heads, width)))
+        return {"g": g, "beta": beta, "rate": rate, "bias": bias}
+
+    def gates(g, beta, rate, bias):
+        return delta_gates.gates(g, beta, rate.flatten(), bias, 0.0, True, 1.0)
+
+    def gradients(dy, dstrength, g, beta, rate, bias):
+        needs = (0.0, True, 1.0, True, True, True)
+        given = (beta, g.flatten(-2), rate.flatten(), bias)
+        return delta_gates.BACKWARD(*given, dy.flatten(-2), dstrength, *needs)[0].view(g.shape)
+
+    def make_gradients(device: str, generator: torch.Generator) -> dict[str, Any]:
+        numbers = torch.ones(1, tokens, heads, 1 + width, device=device)
+        return {"dy": numbers[..., 1:].contiguous(), "dstrength": numbers[..., 0].contiguous()} | make_channels(
+            device, generator
+        )
+
+    def plain_gradients(dy, dstrength, g, beta, rate, bias):
+        leaves = [t.detach().requires_grad_() for t in (g, beta, rate, bias)]
+        found = _plain_gates(*leaves)
+        return torch.autograd.grad(found, leaves, (dy, dstrength.to(found[1].dtype)))[0]
+
+    values = tokens * heads * width
+    yield Row(
+        name="delta_gates_fwd", shape="1x8192x32x128", make=make_channels, ours=gates, torch=_plain_gates,
+        bytes=6 * values,
+    )  # fmt: skip
+    yield Row(
+        name="delta_gates_bwd", shape="1x8192x32x128",
+        make=make_gradients, ours=gradients, torch=plain_gradients, bytes=8 * values,
+    )  # fmt: skip
+
+    batch = 128
+
+    def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:
+        given = {name: t[0, :batch].contiguous() if t.dim() > 2 else t for name, t in make(device, generator).items()}
+        return given | {"state": torch.zeros(batch, heads, width, width, device=device)}
+
+    def plain_step(q, k, v, g, beta, rate, bias, state):
+        return state, step(q, k, v, *_plain_gates(g, beta, rate, bias), state, scale=width**-0.5, l2norm=True)
+
+    def exact_step(**given):
+        given = {name: t.double() for name, t in given.items()}
+        plain_step(**given)
+        return plain_step(**given)
+
+    yield Row(
+        name="gated_delta_rule_step", shape="128 sequences, 16/32 heads of 128, raw gates", make=make_step,
+        ours=lambda q, k, v, g, beta, rate, bias, state: (
+            state, gated_delta_rule_step(q, k, v, g, beta, state, l2norm=True, **_raw(rate, bias))
+        ),
+        torch=plain_step, exact=exact_step, bytes=2 * 4 * batch * heads * width * width,
+    )  # fmt: skip
+
+
 def rows() -> Iterator[Row]:
     sizes = ((1, 8192, 16, 32), (8, 4096, 16, 32), (1, 32768, 16, 64), (1, 32768, 2, 8))  # FlashQLA's
     for batch, length, key_heads, heads in sizes:
@@ -100,6 +194,7 @@ def rows() -> Iterator[Row]:
         )  # fmt: skip
 
     yield from _by_channel()
+    yield from _raw_gates()
 
     def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:
         tensors = {
@@ -110,7 +205,7 @@ def rows() -> Iterator[Row]:
         return tensors | {"g": -g, "beta": beta, "state": torch.zeros(128, 32, 128, 128, device=device)}
 
     def plain_step(q, k, v, g, beta, state):
-        return state, step(q, k, v, g, beta, state, 128**-0.5, True)
+        return state, step(q, k, v, g, beta, state, scale=128**-0.5, l2norm=True)
 
     def exact_step(q, k, v, g, beta, state):
         """Of the second of two calls: results are compared in memory that the first one has used."""

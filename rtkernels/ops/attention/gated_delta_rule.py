@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.attention import delta_gates
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention import gated_delta_rule_reference as reference
 from rtkernels.ops.attention import gated_delta_rule_scans as scans
@@ -17,14 +18,15 @@ from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
-from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
+from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, InPlaceVectors, Meta, Operator
+from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _FLOAT32 = torch.float32
 
 
-def _check_operands(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta, scale: float, dims: int, order: str) -> None:
+def _check_operands(q: Meta, k: Meta, v: Meta, g: Meta | None, beta: Meta, scale: float, dims: int, order: str) -> None:
     for name, meta in (("q", q), ("k", k), ("v", v)):
         if meta.dim() != dims:
             raise ArgumentError(f"{name} has shape {tuple(meta.shape)}; expected {dims} dimensions, {order}")
@@ -38,10 +40,9 @@ def _check_operands(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta, scale: float
         raise ArgumentError(f"v has {heads} heads; expected a multiple of the {key_heads} heads of q and k")
     numbers = tuple(v.shape[:-1])
     check_same("beta", tuple(beta.shape), numbers, "shape", of="v without its width")
-    if g.dim() == v.dim():
+    if g is not None and g.dim() == v.dim():
         check_same("g", tuple(g.shape), (*numbers, q.shape[-1]), "shape", of="v and the width of q")
-        check_same("v", heads, key_heads, "heads", of="q and k, if g has a decay per channel")
-    else:
+    elif g is not None:
         check_same("g", tuple(g.shape), numbers, "shape", of="v without its width")
     check_factor(scale)
 
@@ -58,6 +59,8 @@ def _check(q, k, v, g, beta, initial_state, cu_seqlens, scale) -> None:
     cu, state = cu_seqlens, initial_state
     dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
     _check_operands(q, k, v, g, beta, scale, dims, order)
+    if g.dim() == v.dim():
+        check_same("v", v.shape[-2], q.shape[-2], "heads", of="q and k, if g has a decay per channel")
     if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
         raise ArgumentError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}; expected int32 [sequences + 1]")
     check_grid("v", v, _count(q, cu))
@@ -162,11 +165,12 @@ class _GatedDeltaRule(torch.autograd.Function):
 _differentiable = applied(_GatedDeltaRule)
 
 
-def _for_channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _for_channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return q and k, with a copy for each head of v if there is a decay per channel."""
     count = q.shape[-2] if q.dim() > 1 else 0
     if (
-        g.dim() != v.dim()
+        g is None
+        or g.dim() != v.dim()
         or not count
         or k.shape != q.shape
         or v.dim() != q.dim()
@@ -177,19 +181,30 @@ def _for_channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, T
     return q.repeat_interleave(v.shape[-2] // count, -2), k.repeat_interleave(v.shape[-2] // count, -2)
 
 
+def _gate_options(
+    q: Tensor, v: Tensor, g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,
+    beta_scale: float,
+) -> tuple[float, float]:  # fmt: skip
+    heads, width = v.shape[-2] if v.dim() > 1 else 0, q.shape[-1] if q.dim() else 0
+    shape = (heads, width) if g is not None and g.dim() == v.dim() else (heads,)
+    return delta_gates.check_options(g, A_log, dt_bias, lower_bound, beta_scale, heads, shape)
+
+
 @public(tensors="k v beta")
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False,
-    l2norm: bool = False, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    l2norm: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
+    beta_sigmoid: bool = False, beta_scale: float = 1.0, out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return linear attention by the gated delta rule.
 
     For each token and value head, with the state S [width of k, width of v]: ``S = exp(g) S``,
     ``u = beta (v - S^T k)``, ``S = S + k u^T``, ``out = scale * S^T q``. Computed in chunks of 64 tokens, so that the
     time is linear in the length. Few long sequences are split into segments that are computed at once, by counts and
-    lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta and initial_state, also through the final state;
-    deterministic. States and sums are in fp32; operands of products are rounded to q's dtype.
+    lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta, A_log,
+    dt_bias and initial_state, also through the final state; deterministic. States, gates and sums are in fp32; operands
+    of products are rounded to q's dtype.
 
     Args:
         q: bfloat16 or float16 [batch, length, key heads, width], or [tokens, key heads, width] of packed sequences.
@@ -199,8 +214,9 @@ def gated_delta_rule(
             multiple of those of q and k: head h reads key head ``h // (heads / key heads)``.
         g: [batch, length, heads] (packed like v), log decay, not positive, any floating-point dtype. None: no decay.
             [batch, length, heads, width of k]: a decay for each channel of k, that is, each row of S (Kimi Linear's
-            KDA); k and q are copied if v has more heads. Less than -104 counts as -104, of which exp is 0.
-        beta: [batch, length, heads], any floating-point dtype; as a rule 0 to 1.
+            KDA); k and q are copied if v has more heads. Less than -104 counts as -104, of which exp is 0. With A_log
+            what the gate's projection returns.
+        beta: [batch, length, heads], any floating-point dtype; as a rule 0 to 1. With beta_sigmoid its logits.
         scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
         initial_state: [batch or sequences, heads, width of k, width of v], any floating-point dtype: the state returned
             by the call for the preceding rows. Default: zeros.
@@ -208,18 +224,27 @@ def gated_delta_rule(
             after the last sequence give 0.
         return_state: Also return the state after the last row.
         l2norm: Divide each row of q and k by ``sqrt(sum of its squares + 1e-6)`` first.
+        A_log: [heads], any floating-point dtype: log decays are ``-exp(A_log) softplus(g + dt_bias)``.
+        dt_bias: With A_log: [heads], or [heads, width of k] (or flat) for a decay per channel. Default: zeros.
+        lower_bound: With A_log: log decays are ``lower_bound * sigmoid(exp(A_log) (g + dt_bias))``. Negative.
+        beta_sigmoid: beta is ``beta_scale * sigmoid(beta)``.
+        beta_scale: Factor of beta; 2 with beta_sigmoid for models with negative eigenvalues (OLMo Hybrid).
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
     Returns:
         A tensor of v's shape and dtype; with return_state a pair of it and the final state, float32.
     """
-    decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
-    q, k = _for_channels(q, k, v, decay)
     state = None if initial_state is None else initial_state.float()
-    values = (
-        q, k, v, decay, beta.float(), state, cu_seqlens, default_scale(scale, q), bool(l2norm), bool(return_state),
-    )  # fmt: skip
+    factor, sigmoid = default_scale(scale, q), bool(beta_sigmoid)
+    if g is None:
+        g = None if A_log is not None else torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device)
+    options = _gate_options(q, v, g, A_log, dt_bias, lower_bound, beta_scale)
+    q, k = _for_channels(q, k, v, g)
+    if A_log is not None or sigmoid or options[1] != 1.0:  # before the first launch
+        _check(*map(meta_of, (q, k, v, g, beta, state, cu_seqlens)), factor)
+    g, beta = delta_gates.gates(g, beta, A_log, dt_bias, options[0], sigmoid, options[1])
+    values = (q, k, v, g, beta, state, cu_seqlens, factor, bool(l2norm), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:6])
     result, final = _differentiable(*values) if differentiated else FORWARD.call(*values)
     return (result, final) if return_state else result
@@ -228,20 +253,34 @@ def gated_delta_rule(
 # ---- one token ------------------------------------------------------------------------------------------------------
 
 
-def _check_step(q, k, v, g, beta, state, scale) -> None:
+_STATES = (_FLOAT32, torch.bfloat16)
+
+
+def _check_step(q, k, v, g, beta, state, A_log, dt_bias, slots, scale) -> None:
     _check_operands(q, k, v, g, beta, scale, 3, "[batch, heads, width]")
     check_grid("v", v, q.shape[0])
-    check_same("state", tuple(state.shape), (*v.shape[:-1], q.shape[-1], v.shape[-1]), "shape", of="q and v")
+    shape = (*v.shape[:-1], q.shape[-1], v.shape[-1])
+    if slots is not None:
+        if slots.dtype != torch.int32 or tuple(slots.shape) != tuple(q.shape[:1]):
+            raise ArgumentError(
+                f"slots is {slots.dtype} {tuple(slots.shape)}; expected int32 {tuple(q.shape[:1])}, one per sequence"
+            )
+        shape = (*state.shape[:1], *shape[1:])
+    check_same("state", tuple(state.shape), shape, "shape", of="q and v" if slots is None else "heads of q and v")
 
 
 ONE = Operator(
     "gated_delta_rule_step_",
     (
-        Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Dense("g", (_FLOAT32,)), Dense("beta", (_FLOAT32,)),
-        InPlaceVectors("state", (_FLOAT32,)),
+        Heads("q", HALVES), Heads("k", HALVES), Heads("v", HALVES), Argument("g", optional=True), Argument("beta"),
+        InPlaceVectors("state", _STATES), Dense("A_log", optional=True), Dense("dt_bias", optional=True),
+        Dense("slots", None, optional=True),
     ),
-    options="float scale, bool l2norm", results="out", outputs=lambda q, v: (Memory(tuple(v.shape), q.dtype),),
-    plan=lambda q, k, v, g, scale, l2norm, device: Steps(plans.step(q, k, v, g, scale, l2norm, device)),
+    options="float scale, bool l2norm, float lower_bound, bool sigmoid, float factor", numbers="lower_bound factor",
+    results="out", outputs=lambda q, v: (Memory(tuple(v.shape), q.dtype),),
+    plan=lambda q, k, v, g, beta, state, A_log, dt_bias, slots, scale, l2norm, sigmoid, device: Steps(
+        plans.step(q, k, v, state, (g, beta, A_log, dt_bias), slots, scale, (l2norm, sigmoid), device)
+    ),
     reference=reference.step, check=_check_step,
 )  # fmt: skip
 
@@ -249,32 +288,45 @@ ONE = Operator(
 @public(tensors="v beta")
 def gated_delta_rule_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, *, scale: float | None = None,
-    l2norm: bool = False, out: Tensor | None = None,
+    l2norm: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
+    beta_sigmoid: bool = False, beta_scale: float = 1.0, slots: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``gated_delta_rule`` for one more token per sequence, and update the states.
+    """Return ``gated_delta_rule`` for one more token per sequence, and update the states. One launch, gates included.
 
     Args:
         q: bfloat16 or float16 [batch, key heads, width].
         k: Like q.
         v: [batch, heads, width] in q's dtype.
-        g: [batch, heads] or [batch, heads, width of k], log decay, any floating-point dtype. None: no decay.
-        beta: [batch, heads], any floating-point dtype.
-        state: float32 [batch, heads, width of k, width of v], contiguous; overwritten by the state after the token.
-            Copied if its address is not a multiple of 16 bytes.
+        g: [batch, heads] or [batch, heads, width of k], log decay, any floating-point dtype and strides. None: no
+            decay. With A_log what the gate's projection returns.
+        beta: [batch, heads], any floating-point dtype and strides. With beta_sigmoid its logits.
+        state: float32 or bfloat16 [batch, heads, width of k, width of v], contiguous; overwritten by the state after
+            the token, computed in fp32 and rounded once. Copied if its address is not a multiple of 16 bytes.
         scale: Factor of the result. Default: ``1 / sqrt(width of q)``.
         l2norm: Divide q and k by their norms first, as in ``gated_delta_rule``.
+        A_log: As in ``gated_delta_rule``, like the next four.
+        dt_bias: [heads] or [heads, width of k].
+        lower_bound: Negative.
+        beta_sigmoid: beta is ``beta_scale * sigmoid(beta)``.
+        beta_scale: Factor of beta.
+        slots: int32 [batch] on the device, all different: sequence b has state ``state[slots[b]]``, and state may have
+            any first size. Negative, or not below that size: no sequence; the result is 0 and no state changes.
         out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    refuse_gradients("gated_delta_rule_step", (q, k, v, g, beta, state))
-    decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
-    q, k = _for_channels(q, k, v, decay)
-    return ONE.call(q, k, v, decay, beta.float(), state, default_scale(scale, q), bool(l2norm))
+    tensors = (q, k, v, g, beta, state, A_log, dt_bias)
+    refuse_gradients("gated_delta_rule_step", [t for t in tensors if t is not None])
+    bound, factor = _gate_options(q, v, g, A_log, dt_bias, lower_bound, beta_scale)
+    given = {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    g, beta, A_log, dt_bias = (delta_gates.loadable(name, t) for name, t in given.items())
+    scales = (default_scale(scale, q), bool(l2norm), bound, bool(beta_sigmoid), factor)
+    return ONE.call(q, k, v, g, beta, state, A_log, dt_bias, slots, *scales)
 
 
 OP = Op(
     "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"),
     kernels=(*KERNELS, *scans.KERNELS, *segments.KERNELS, TAIL), torch_ops=(FORWARD, BACKWARD, ONE),
+    uses=("delta_gates",),
 )  # fmt: skip

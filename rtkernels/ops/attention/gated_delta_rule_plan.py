@@ -8,6 +8,7 @@ import torch
 
 from rtkernels.ops.attention.backends import packed_tail
 from rtkernels.ops.attention.checks import result_strides, strides
+from rtkernels.ops.attention.delta_gates import flags as gate_flags
 from rtkernels.ops.attention.mma_plan import stride_arguments, tile_pitch
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -55,11 +56,12 @@ GRADS = Kernel(
     variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
-    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T CHANNELS", max_registers=128,
+    "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T S CHANNELS", max_registers=128,
     tier="serve",
-    args="q:ptr k:ptr v:ptr g:ptr beta:ptr state:ptr out:ptr heads:i64 key_heads:i64 d_k:i64 d_v:i64 q_batch:i64 "
-    "q_head:i64 k_batch:i64 k_head:i64 v_batch:i64 v_head:i64 l2norm:i64 scale:f64",
-    variants=[(t, channels) for t in _TOKENS for channels in (False, True)],
+    args="q:ptr k:ptr v:ptr g:ptr beta:ptr a_log:ptr dt_bias:ptr slots:ptr state:ptr out:ptr places:i64 heads:i64 "
+    "key_heads:i64 d_k:i64 d_v:i64 q_batch:i64 q_head:i64 k_batch:i64 k_head:i64 v_batch:i64 v_head:i64 g_batch:i64 "
+    "g_head:i64 g_channel:i64 beta_batch:i64 beta_head:i64 flags:i64 scale:f64 bound:f64 factor:f64",
+    variants=[(t, s, channels) for t in _TOKENS for s in ("fp32", "bf16") for channels in (False, True)],
 )  # fmt: skip
 # With a decay per channel.
 KDA_CHUNK = Kernel(
@@ -279,14 +281,23 @@ def gradient_scratch(call: Call) -> dict[str, Memory]:
     return given | kept if call.channels and call.width > 64 else given
 
 
-def step(q: Meta, k: Meta, v: Meta, g: Meta, scale: float, l2norm: bool, device: int) -> Step:
-    """Return the launch of one token."""
+def step(
+    q: Meta, k: Meta, v: Meta, state: Meta, numbers: tuple[Meta | None, ...], slots: Meta | None, scale: float,
+    options: tuple[bool, bool], device: int,
+) -> Step:  # fmt: skip
+    """Return the launch of one token. `numbers`: g, beta, A_log and dt_bias; `options`: l2norm, and of beta."""
     batch, key_heads, d_k = q.shape
     heads, d_v = v.shape[1:]
-    launch = STEP.bind((DTYPE_TOKEN[q.dtype], g.dim() == 3), device, (-(-d_v // 32), heads, batch), 256)
-    apart = (number for meta in (q, k, v) for number in strides(meta)[1:3])
-    names = ("q", "k", "v", "g", "beta", "state", "out")
-    return Step(launch, *names, heads, key_heads, d_k, d_v, *apart, int(l2norm), scale)
+    g, beta = numbers[:2]
+    channels = g is not None and g.dim() == 3
+    variant = (DTYPE_TOKEN[q.dtype], state.token, channels)
+    launch = STEP.bind(variant, device, (-(-d_v // 32), heads, batch), 256)
+    apart = [number for meta in (q, k, v) for number in strides(meta)[1:3]]
+    decays = (0, 0, 0) if g is None else (*g.stride, 0)[:3]
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "slots", "state", "out")
+    flags = gate_flags(options[1], *numbers) | int(options[0]) << 1
+    sizes = (state.shape[0] if slots is not None else batch, heads, key_heads, d_k, d_v, *apart, *decays, *beta.stride)
+    return Step(launch, *names, *sizes, flags, scale, "lower_bound", "factor")
 
 
 def tails(call: Call, names: tuple[tuple[str, int, int], ...], device: int) -> list[Step]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rtkernels.ops.attention.delta_gates import log_decay, strength
+
 _CHUNK = 64
 
 
@@ -226,16 +228,28 @@ def backward(
     return *grads, dstate if needs_state else nothing(q)
 
 
-def step(q, k, v, g, beta, state, scale, l2norm=False):
+def step(
+    q, k, v, g, beta, state, A_log=None, dt_bias=None, slots=None, scale=1.0, l2norm=False, lower_bound=0.0,
+    sigmoid=False, factor=1.0,
+):  # fmt: skip
     """Return out [batch, heads, width of v]; updates `state`."""
+    if slots is not None:
+        fits = ((slots >= 0) & (slots < state.shape[0])).nonzero().flatten()
+        places, out = slots[fits].long(), torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        rows, own = (t if t is None else t[fits] for t in (q, k, v, g, beta)), state[places]
+        out[fits] = step(*rows, own, A_log, dt_bias, None, scale, l2norm, lower_bound, sigmoid, factor)
+        state[places] = own
+        return out
     each, result_dtype, dtype = v.shape[1] // max(q.shape[1], 1), v.dtype, sums(v)
     q, k, v = (t.to(dtype) for t in (q, k, v))
     if l2norm:
         q, k = normalized(q), normalized(k)
     q, k = (t.repeat_interleave(each, 1) for t in (q, k))
-    decay = torch.exp(g.to(dtype)) if g.dim() == 3 else torch.exp(g.to(dtype)).unsqueeze(-1)
+    g = beta.new_zeros(beta.shape) if g is None else g
+    g = log_decay(g.flatten(1), A_log, dt_bias, lower_bound).view(g.shape).to(dtype)
+    decay = torch.exp(g) if g.dim() == 3 else torch.exp(g).unsqueeze(-1)
     decayed = decay.unsqueeze(-1) * state.to(dtype)
-    update = beta.to(dtype).unsqueeze(-1) * (v - (k.unsqueeze(-2) @ decayed).squeeze(-2))
+    update = strength(beta.to(dtype), sigmoid, factor).unsqueeze(-1) * (v - (k.unsqueeze(-2) @ decayed).squeeze(-2))
     decayed = decayed + k.unsqueeze(-1) * update.unsqueeze(-2)
     state.copy_(decayed)
     return (scale * (q.unsqueeze(-2) @ decayed).squeeze(-2)).to(result_dtype)

@@ -78,7 +78,8 @@ PROMISES: dict[str, Promise] = {
     "sparse_mla": Promise(ROW, "keys are not split"),
     "lightning_attention": Promise(SEQUENCE, "one segment, the kernel that takes packed sequences, too"),
     "gated_delta_rule": Promise(
-        SEQUENCE, "sequences are not split into segments; prompts in chunks: at multiples of 64 tokens"
+        SEQUENCE,
+        f"sequences are not split into segments; prompts in chunks: at multiples of 64 tokens; {_OF_WEIGHT}",
     ),
     "ssd": Promise(SEQUENCE, f"prompts in chunks: at multiples of 64 tokens; {_OF_WEIGHT}"),
     "causal_conv1d": Promise(SEQUENCE, _OF_WEIGHT),

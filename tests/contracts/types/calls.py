@@ -287,6 +287,7 @@ def attentions() -> None:
     tensor(rtk.gated_delta_rule(q, q, q, g, g))
     pair(rtk.gated_delta_rule(q, q, q, g, g, return_state=True))
     tensor(rtk.gated_delta_rule_step(q[:, 0], q[:, 0], q[:, 0], None, g[:, 0], torch.zeros(1, 4, 64, 64)))
+    tensor(rtk.gated_delta_rule(q, q, q, g, g, A_log=torch.ones(4), lower_bound=-5.0, beta_sigmoid=True))
     tensor(rtk.ssd(q, g, torch.ones(4), q, q))
     pair(rtk.ssd(q, g, torch.ones(4), q, q, return_state=True))
     tensor(rtk.ssd_step(q[:, 0], g[:, 0], torch.ones(4), q[:, 0], q[:, 0], torch.zeros(1, 4, 64, 64)))

@@ -23,6 +23,16 @@ CALLS = {
         *(_heads(x.detach()),) * 3, -x.detach()[:, :4].abs(), x.detach()[:, :4].sigmoid(),
         x.new_zeros(x.shape[0], 4, 64, 64), l2norm=True,
     ),
+    "gated_delta_rule, raw gates": lambda x, ids: rtkernels.gated_delta_rule(
+        *(_heads(factor * x)[None] for factor in (1, 2, 3)), x[None, :, :4], x[None, :, 4:8], l2norm=True,
+        A_log=torch.zeros(4, device=x.device), dt_bias=torch.ones(4, device=x.device), lower_bound=-5.0,
+        beta_sigmoid=True, beta_scale=2.0,
+    ),
+    "gated_delta_rule_step, raw gates": lambda x, ids: rtkernels.gated_delta_rule_step(
+        *(_heads(x.detach()),) * 3, x.detach()[:, :4], x.detach()[:, 4:8], x.new_zeros(x.shape[0], 4, 64, 64),
+        A_log=torch.zeros(4, device=x.device), dt_bias=torch.ones(4, device=x.device), beta_sigmoid=True,
+        slots=torch.arange(x.shape[0], dtype=torch.int32, device=x.device),
+    ),
 }  # fmt: skip
 
 
@@ -46,5 +56,11 @@ def samples(device: str):
     keys = q.repeat_interleave(2, 2)
     yield FORWARD, (keys, keys, v, channels, beta, None, None, 0.25, True, False)
     yield BACKWARD, (torch.ones_like(v), None, keys, keys, v, channels, beta, None, None, 0.25, True, False)
-    yield ONE, (*(t[:, 0] for t in (keys, keys, v, channels, beta)), state.clone(), 0.25, True)
-    yield ONE, (*(t[:, 0] for t in (q, k, v, g, beta)), state.clone(), 0.25, True)
+    plain = (None, None, None, 0.25, True, 0.0, False, 1.0)
+    yield ONE, (*(t[:, 0] for t in (keys, keys, v, channels, beta)), state.clone(), *plain)
+    yield ONE, (*(t[:, 0] for t in (q, k, v, g, beta)), state.clone(), *plain)
+    slots = torch.tensor([1, -1], dtype=torch.int32, device=device)
+    for decay in (g, channels):
+        bias = normal(*decay.shape[2:])
+        rows = [t[:, 0] for t in (q, k, v, decay.bfloat16(), beta.bfloat16())]
+        yield ONE, (*rows, state.bfloat16(), normal(4), bias, slots, 0.25, True, -5.0, True, 2.0)
