@@ -153,7 +153,7 @@ _X, _W = torch.ones(2, 5, 8), torch.ones(8, 4)
 test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
     {
         "dimensions": (lambda: causal_conv1d(_X[0], _W), r"x has shape \(5, 8\); expected 3 dimensions"),
-        "taps": (lambda: causal_conv1d(_X, torch.ones(8, 9)), r"weight has shape \(8, 9\); expected \(8, taps\).* 2 to 8"),
+        "taps": (lambda: causal_conv1d(_X, torch.ones(8, 9)), r"shape \(8, 9\); expected \(8, taps\).* 2 to 8"),
         "bias": (lambda: causal_conv1d(_X, _W, torch.ones(7)), r"bias has shape \(7,\); expected \(8,\)"),
         "state": (
             lambda: causal_conv1d(_X, _W, initial_state=torch.ones(2, 8, 2)),
