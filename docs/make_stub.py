@@ -113,7 +113,7 @@ RESULTS: dict[str, list[Case]] = {
 
 # ---- options that are one of a few words ----------------------------------------------------------------------------
 
-_PRODUCT_ACTS, _GLU_ACTS = "relu silu gelu_tanh gelu", "silu gelu_tanh gelu_erf relu relu2 sigmoid none swiglu_oai"
+_PRODUCT_ACTS, _GLU_ACTS = "relu silu gelu_tanh gelu", "silu gelu_tanh gelu_erf relu relu2 sigmoid none swiglu_oai quick_gelu"
 _RECIPES = "auto none tensor row block_1x128_128x128 block_1x128_1x128 block_128x128_128x128 tile mx32 nvfp4"
 _PACKED = "int4 uint4 e2m1"
 _FP8_RECIPES = "block row tensor hadamard"
@@ -130,7 +130,7 @@ WORDS: dict[str, str] = {
 WORDS_OF: dict[tuple[str, str], str] = {
     ("causal_conv1d", "activation"): "silu", ("causal_conv1d_step", "activation"): "silu",
     ("group_rms_norm_gate", "act"): "sigmoid silu",
-    ("act", "kind"): "gelu_tanh gelu_erf silu relu relu2 sigmoid",
+    ("act", "kind"): "gelu_tanh gelu_erf silu relu relu2 sigmoid quick_gelu",
     ("quantize_int8", "granularity"): "row tensor",
     ("group_rms_norm_gate", "layout"): "same sequence_first",
     ("glu", "layout"): "concat interleaved",

@@ -396,72 +396,74 @@ def rms_norm_fp8(
     """Normalise the last dimension by its root mean square and quantise the result to fp8 (e4m3)."""
 
 def act(
-    x: Tensor, kind: Literal['gelu_tanh', 'gelu_erf', 'silu', 'relu', 'relu2', 'sigmoid'], *, add: Tensor | None =
-    None, out: Tensor | None = None
+    x: Tensor, kind: Literal['gelu_tanh', 'gelu_erf', 'silu', 'relu', 'relu2', 'sigmoid', 'quick_gelu'], *, add:
+    Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Return ``kind(x + add)``."""
 
 @overload
 def glu(
     x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: Literal['silu',
-    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None,
-    reuse: Literal['inputs'] | None = None, layout: Literal['concat', 'interleaved'] = 'concat', channel_scale: Tensor
-    | None = None, quant: None = None, keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
+    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu', limit: float |
+    None = None, weight: Tensor | None = None, reuse: Literal['inputs'] | None = None, layout: Literal['concat',
+    'interleaved'] = 'concat', channel_scale: Tensor | None = None, quant: None = None, keep: bool = False, out:
+    Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor:
     """Return ``act(gate) * up * weight``, the gated activation of an MLP."""
 @overload
 def glu(
     x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: Literal['silu',
-    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None,
-    reuse: Literal['inputs'] | None = None, layout: Literal['concat', 'interleaved'] = 'concat', channel_scale: Tensor
-    | None = None, quant: torch.dtype | Literal["nvfp4"], keep: bool = False, out: Tensor | None = None, scale_out:
-    Tensor | None = None
+    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu', limit: float |
+    None = None, weight: Tensor | None = None, reuse: Literal['inputs'] | None = None, layout: Literal['concat',
+    'interleaved'] = 'concat', channel_scale: Tensor | None = None, quant: torch.dtype | Literal["nvfp4"], keep: bool
+    = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> GluOut: ...
 @overload
 def glu(
     x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: Literal['silu',
-    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None,
-    reuse: Literal['inputs'] | None = None, layout: Literal['concat', 'interleaved'] = 'concat', channel_scale: Tensor
-    | None = None, quant: Quant, keep: Literal[True], out: Tensor | None = None, scale_out: Tensor | None = None
+    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu', limit: float |
+    None = None, weight: Tensor | None = None, reuse: Literal['inputs'] | None = None, layout: Literal['concat',
+    'interleaved'] = 'concat', channel_scale: Tensor | None = None, quant: Quant, keep: Literal[True], out: Tensor |
+    None = None, scale_out: Tensor | None = None
 ) -> GluOut: ...
 @overload
 def glu(
     x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: Literal['silu',
-    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None,
-    reuse: Literal['inputs'] | None = None, layout: Literal['concat', 'interleaved'] = 'concat', channel_scale: Tensor
-    | None = None, quant: Quant | torch.dtype | Literal["nvfp4"] | None = None, keep: bool = False, out: Tensor | None
-    = None, scale_out: Tensor | None = None
+    'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu', limit: float |
+    None = None, weight: Tensor | None = None, reuse: Literal['inputs'] | None = None, layout: Literal['concat',
+    'interleaved'] = 'concat', channel_scale: Tensor | None = None, quant: Quant | torch.dtype | Literal["nvfp4"] |
+    None = None, keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | GluOut: ...
 
 def glu_fp8(
     x: Tensor, up: Tensor | None = None, *, act: Literal['silu', 'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid',
-    'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None, counts: Tensor | None = None, layout: Literal['row',
-    'transposed', 'both'] = 'row', pow2_scale: bool = False, scale_layout: Literal['row', 'column'] = 'row',
-    check_counts: bool = False, out: tuple[Tensor | None, ...] | None = None
+    'none', 'swiglu_oai', 'quick_gelu'] = 'silu', weight: Tensor | None = None, counts: Tensor | None = None, layout:
+    Literal['row', 'transposed', 'both'] = 'row', pow2_scale: bool = False, scale_layout: Literal['row', 'column'] =
+    'row', check_counts: bool = False, out: tuple[Tensor | None, ...] | None = None
 ) -> GluFp8:
     """Quantise ``y = act(gate) * up * weight`` to fp8 in one pass: by rows, transposed, or both."""
 
 def glu_fp8_backward(
     dy: Tensor, x: Tensor, up: Tensor | None = None, *, act: Literal['silu', 'gelu_tanh', 'gelu_erf', 'relu', 'relu2',
-    'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None, counts: Tensor | None = None, layout:
-    Literal['row', 'transposed', 'both'] = 'both', pow2_scale: bool = False, scale_layout: Literal['row', 'column'] =
-    'row', keep: Literal['fp8', 'dense', 'both'] = 'fp8', weight_grad: bool | None = None, check_counts: bool = False,
-    out: tuple[Tensor | None, ...] | None = None
+    'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu', weight: Tensor | None = None, counts: Tensor | None =
+    None, layout: Literal['row', 'transposed', 'both'] = 'both', pow2_scale: bool = False, scale_layout:
+    Literal['row', 'column'] = 'row', keep: Literal['fp8', 'dense', 'both'] = 'fp8', weight_grad: bool | None = None,
+    check_counts: bool = False, out: tuple[Tensor | None, ...] | None = None
 ) -> GluFp8Gradients:
     """Return the gradients of ``act(gate) * up * weight``; that of ``[gate | up]`` as fp8 codes, in x's dtype, or both."""
 
 def glu_smooth_fp8(
     x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, act: Literal['silu', 'gelu_tanh', 'gelu_erf',
-    'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight: Tensor | None = None, counts: Tensor | None =
-    None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False, divide: bool = True, out:
-    tuple[Tensor | None, ...] | None = None
+    'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu', weight: Tensor | None = None, counts:
+    Tensor | None = None, pow2_scale: bool = False, with_maxima: bool = False, check_counts: bool = False, divide:
+    bool = True, out: tuple[Tensor | None, ...] | None = None
 ) -> GluSmoothFp8:
     """Quantise ``act(gate) * up * weight / smooth`` to fp8 with one scale per row."""
 
 def glu_smooth_fp8_backward(
     dy: Tensor, x: Tensor, smooth: Tensor | None, up: Tensor | None = None, *, row_factor: Tensor | None = None, act:
-    Literal['silu', 'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai'] = 'silu', weight:
-    Tensor | None = None, counts: Tensor | None = None, layout: Literal['row', 'transposed', 'both'] = 'row',
+    Literal['silu', 'gelu_tanh', 'gelu_erf', 'relu', 'relu2', 'sigmoid', 'none', 'swiglu_oai', 'quick_gelu'] = 'silu',
+    weight: Tensor | None = None, counts: Tensor | None = None, layout: Literal['row', 'transposed', 'both'] = 'row',
     pow2_scale: bool = False, keep: Literal['fp8', 'dense', 'both'] = 'fp8', weight_grad: bool | None = None,
     check_counts: bool = False, divide: bool = False, pad_to: int = 1, out: tuple[Tensor | None, ...] | None = None
 ) -> GluSmoothFp8Gradients:

@@ -4,7 +4,7 @@
 
 namespace rtk {
 
-inline constexpr int kIdentity = 6, kSwigluOai = 7;  // of the switch below; ACT_TYPES in ops/act/glu.py has the same order
+inline constexpr int kIdentity = 6, kSwigluOai = 7, kQuickGelu = 8;  // ACT_TYPES in ops/act/glu_plan.py has this order
 
 template <typename Act, bool kFast, bool SLOPE, int N>
 RTK_DEVICE void activate(bool slope, float (&v)[N]) {
@@ -22,6 +22,7 @@ template <bool kFast, bool SLOPE, int N>
 RTK_DEVICE void activate_any(int act, bool slope, float (&v)[N]) {
     if (act >= kIdentity) {
         if (act == kSwigluOai) activate<SwigluOai, kFast, SLOPE>(slope, v);
+        if (act == kQuickGelu) activate<QuickGelu, kFast, SLOPE>(slope, v);
     } else if (act < 2) {
         if (act == 0) {
             activate<Silu, kFast, SLOPE>(slope, v);

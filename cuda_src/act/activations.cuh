@@ -73,27 +73,51 @@ struct Identity {
     }
 };
 
-// GPT-OSS: x * sigmoid(1.702 x) with x clamped at 7 (slope 0 beyond).
-struct SwigluOai {
-    static constexpr float kLimit = 7.0f;
-
+// x * sigmoid(1.702 x)
+struct QuickGelu {
     template <bool kFast>
     RTK_DEVICE static ValueSlope at(float x) {
         constexpr float kAlpha = 1.702f;
-        const bool cut = x > kLimit;
-        const float g = cut ? kLimit : x;
-        const auto [s, y] = sigmoid_gate<kFast>(g, kAlpha * g);
-        return {y, (s + kAlpha * y * (1.0f - s)) * (cut ? 0.0f : 1.0f)};
+        const auto [s, y] = sigmoid_gate<kFast>(x, kAlpha * x);
+        return {y, s + kAlpha * y * (1.0f - s)};
     }
 };
 
+// Act of a gate that is at most `limit` (slope 0 beyond). SHIFT is added to up, which is clamped at both sides.
+template <typename Act, int SHIFT>
+struct Clamped {
+    static constexpr float kLimit = 7.0f, kShift = SHIFT;
+
+    template <bool kFast>
+    RTK_DEVICE static ValueSlope at(float x, float limit = kLimit) {
+        const bool cut = x > limit;
+        const ValueSlope y = Act::template at<kFast>(cut ? limit : x);
+        return {y.value, y.slope * (cut ? 0.0f : 1.0f)};
+    }
+};
+
+using SwigluOai = Clamped<QuickGelu, 1>;  // of GPT-OSS
+using ClampedSilu = Clamped<Silu, 0>;     // of DeepSeek-V4
+
+template <typename Act>
+inline constexpr bool kClamps = is_same<Act, SwigluOai>::value || is_same<Act, ClampedSilu>::value;
+
+// The activated gate; activations that do not clamp ignore the limit.
+template <typename Act, bool kFast>
+RTK_DEVICE ValueSlope gated(float gate, float limit) {
+    if constexpr (kClamps<Act>) {
+        return Act::template at<kFast>(gate, limit);
+    } else {
+        return Act::template at<kFast>(gate);
+    }
+}
+
 // The factor of the activated gate, as a function of `up`: up itself, for most activations.
 template <typename Act>
-RTK_DEVICE ValueSlope partner(float up) {
-    if constexpr (is_same<Act, SwigluOai>::value) {
-        constexpr float kLimit = SwigluOai::kLimit;
-        const bool cut = fabsf(up) > kLimit;
-        return {(cut ? copysignf(kLimit, up) : up) + 1.0f, cut ? 0.0f : 1.0f};
+RTK_DEVICE ValueSlope partner(float up, float limit = SwigluOai::kLimit) {
+    if constexpr (kClamps<Act>) {
+        const bool cut = fabsf(up) > limit;
+        return {(cut ? copysignf(limit, up) : up) + Act::kShift, cut ? 0.0f : 1.0f};
     } else {
         return {up, 1.0f};
     }

@@ -3,7 +3,8 @@
 //
 // gate and up are halves of one tensor (up is null: it follows gate in each row) or two tensors; inputs have any row
 // stride, y and the gradients are dense. Without a weight gradient everything is elementwise: a thread owns one vector
-// of columns in ROWS rows, so that all its loads are in flight together, and there is no loop and no division.
+// of columns in ROWS rows, so that all its loads are in flight together, and there is no loop and no division. `limit` is
+// that of activations that clamp.
 #include "act/activations.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -44,7 +45,8 @@ RTK_DEVICE float row_weight(const void* weight, i64 weight_fp32, i64 row) {
 template <typename T, typename Act, int VEC, int ROWS>
 __global__ void __launch_bounds__(256)
     glu_fwd(const T* gate, const T* up, const void* weight, T* y, i64 rows, i64 cols, i64 gate_stride, i64 up_stride,
-            i64 weight_fp32, i64 lane_bits) {
+            i64 weight_fp32, i64 lane_bits, double limit) {
+    const float most = static_cast<float>(limit);
     if (up == nullptr) up = gate + cols;
     const Tile<VEC, ROWS> tile(lane_bits);
     if (tile.column >= cols) return;
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(256)
             unpack<T, VEC>(up_raw[r], u);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
-                g[i] = Act::template at<sizeof(T) == 2>(g[i]).value * partner<Act>(u[i]).value * w;
+                g[i] = gated<Act, sizeof(T) == 2>(g[i], most).value * partner<Act>(u[i], most).value * w;
             store<T, VEC>(y + row * cols + tile.column, g);
         }
     }
@@ -76,12 +78,12 @@ __global__ void __launch_bounds__(256)
 // Gradients of N columns of a row, from the incoming gradient g: g becomes that of gate, u that of up. Returns the sum
 // of g * act(gate) * up, their contribution to the weight gradient.
 template <typename T, typename Act, int N>
-RTK_DEVICE float glu_gradients(float (&g)[N], const float (&x)[N], float (&u)[N], float w) {
+RTK_DEVICE float glu_gradients(float (&g)[N], const float (&x)[N], float (&u)[N], float w, float limit) {
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const ValueSlope act = Act::template at<sizeof(T) == 2>(x[i]);
-        const ValueSlope other = partner<Act>(u[i]);
+        const ValueSlope act = gated<Act, sizeof(T) == 2>(x[i], limit);
+        const ValueSlope other = partner<Act>(u[i], limit);
         total += g[i] * act.value * other.value;
         const float weighted = g[i] * w;
         g[i] = weighted * other.value * act.slope;
@@ -94,7 +96,7 @@ RTK_DEVICE float glu_gradients(float (&g)[N], const float (&x)[N], float (&u)[N]
 template <typename T, typename Act, int VEC, int ROWS>
 __global__ void __launch_bounds__(256)
     glu_bwd(const T* dy, const T* gate, const T* up, const void* weight, T* dgate, T* dup, i64 rows, i64 cols,
-            i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_fp32, i64 lane_bits) {
+            i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_fp32, i64 lane_bits, double limit) {
     if (up == nullptr) up = gate + cols;
     if (dup == nullptr) dup = dgate + cols;
     const Tile<VEC, ROWS> tile(lane_bits);
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(256)
             unpack<T, VEC>(dy_raw[r], g);
             unpack<T, VEC>(gate_raw[r], x);
             unpack<T, VEC>(up_raw[r], u);
-            glu_gradients<T, Act, VEC>(g, x, u, w);
+            glu_gradients<T, Act, VEC>(g, x, u, w, static_cast<float>(limit));
             store<T, VEC>(dgate + row * out_stride + tile.column, g);
             store<T, VEC>(dup + row * out_stride + tile.column, u);
         }
@@ -131,7 +133,7 @@ template <typename T, typename Act, int VEC, int CHUNKS>
 __global__ void __launch_bounds__(256)
     glu_bwd_rows(const T* dy, const T* gate, const T* up, const void* weight, T* dgate, T* dup, void* dweight, i64 rows,
                  i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride, i64 weight_fp32,
-                 i64 threads_per_row) {
+                 i64 threads_per_row, double limit) {
     __shared__ GroupScratch<1> scratch;
     if (up == nullptr) up = gate + cols;
     if (dup == nullptr) dup = dgate + cols;
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(256)
                     unpack<T, VEC>(dy_raw[c], g);
                     unpack<T, VEC>(gate_raw[c], x);
                     unpack<T, VEC>(up_raw[c], u);
-                    total += glu_gradients<T, Act, VEC>(g, x, u, w);
+                    total += glu_gradients<T, Act, VEC>(g, x, u, w, static_cast<float>(limit));
                     store<T, VEC>(dgate + column, g);
                     store<T, VEC>(dup + column, u);
                 }

@@ -113,12 +113,13 @@ RTK_DEVICE float apply_any(int act, const Kind& kind, float (&v)[kFour], const f
         case 4: activate<Relu2, kFast>(v, slope); break;
         case 5: activate<Sigmoid, kFast>(v, slope); break;
         case 6: activate<Identity, kFast>(v, slope); break;
-        default: activate<SwigluOai, kFast>(v, slope); break;
+        case 7: activate<SwigluOai, kFast>(v, slope); break;
+        default: activate<QuickGelu, kFast>(v, slope); break;
     }
 #pragma unroll
     for (int i = 0; i < kFour; ++i) {
         ValueSlope other = {up[i], 1.0f};
-        if (act >= 7) other = partner<SwigluOai>(up[i]);
+        if (act == 7) other = partner<SwigluOai>(up[i]);
         const float along = kind(i) == kForward ? w : dy[i] * w, product = dy[i] * v[i] * other.value;
         v[i] = along * (kind(i) == kGateGradient ? slope[i] : v[i]) *
                (kind(i) == kUpGradient ? other.slope : other.value);

@@ -12,46 +12,52 @@ namespace rtk {
 inline constexpr int kInFlight = 4;
 
 template <typename Act, bool kFast>
-RTK_DEVICE void activate(float (&v)[kInFlight], float (&slope)[kInFlight]) {
+RTK_DEVICE void activate(float limit, float (&v)[kInFlight], float (&slope)[kInFlight]) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-        const ValueSlope at = Act::template at<kFast>(v[i]);
+        const ValueSlope at = gated<Act, kFast>(v[i], limit);
         v[i] = at.value, slope[i] = at.slope;
     }
 }
 
 template <bool kFast>
-RTK_DEVICE void activate_any(int act, float (&v)[kInFlight], float (&slope)[kInFlight]) {
+RTK_DEVICE void activate_any(int act, float limit, float (&v)[kInFlight], float (&slope)[kInFlight]) {
     switch (act) {
-        case 0: activate<Silu, kFast>(v, slope); break;
-        case 1: activate<GeluTanh, kFast>(v, slope); break;
-        case 2: activate<GeluErf, kFast>(v, slope); break;
-        case 3: activate<Relu, kFast>(v, slope); break;
-        case 4: activate<Relu2, kFast>(v, slope); break;
-        case 5: activate<Sigmoid, kFast>(v, slope); break;
-        case 6: activate<Identity, kFast>(v, slope); break;
-        default: activate<SwigluOai, kFast>(v, slope); break;
+        case 0: activate<Silu, kFast>(limit, v, slope); break;
+        case 1: activate<GeluTanh, kFast>(limit, v, slope); break;
+        case 2: activate<GeluErf, kFast>(limit, v, slope); break;
+        case 3: activate<Relu, kFast>(limit, v, slope); break;
+        case 4: activate<Relu2, kFast>(limit, v, slope); break;
+        case 5: activate<Sigmoid, kFast>(limit, v, slope); break;
+        case 6: activate<Identity, kFast>(limit, v, slope); break;
+        case 7: activate<SwigluOai, kFast>(limit, v, slope); break;
+        case 8: activate<QuickGelu, kFast>(limit, v, slope); break;
+        default: activate<ClampedSilu, kFast>(limit, v, slope); break;
     }
 }
 
-RTK_DEVICE ValueSlope partner_any(int act, float up) { return act >= 7 ? partner<SwigluOai>(up) : partner<Silu>(up); }
+RTK_DEVICE ValueSlope partner_any(int act, float up, float limit) {
+    if (act == 7) return partner<SwigluOai>(up, limit);
+    return act == 9 ? partner<ClampedSilu>(up, limit) : partner<Silu>(up);
+}
 
 // One row of gate and up; without `up`, it follows gate.
 struct GluRow {
     const void *gate, *up;
     i64 first_gate, first_up;  // elements before the row
     int type, act;
-    float weight;
+    float weight, limit;
 
     RTK_DEVICE GluRow(const void* gate_, const void* up_, const void* weights, i64 row, i64 cols, i64 gate_stride,
-                      i64 up_stride, i64 weight_fp32, i64 type_, i64 act_)
+                      i64 up_stride, i64 weight_fp32, i64 type_, i64 act_, double limit_)
         : gate(gate_),
           up(up_ != nullptr ? up_ : gate_),
           first_gate(row * gate_stride),
           first_up(up_ != nullptr ? row * up_stride : row * gate_stride + cols),
           type(static_cast<int>(type_)),
           act(static_cast<int>(act_)),
-          weight(weights == nullptr ? 1.0f : load_any(weights, weight_fp32 ? kAnyFp32 : type, row)) {}
+          weight(weights == nullptr ? 1.0f : load_any(weights, weight_fp32 ? kAnyFp32 : type, row)),
+          limit(static_cast<float>(limit_)) {}
 
     // Columns column, column + step, ...: the activation of the gate with its slope, and up; zeros from cols on.
     RTK_DEVICE void load(i64 column, int step, i64 cols, float (&v)[kInFlight], float (&slope)[kInFlight],
@@ -63,9 +69,9 @@ struct GluRow {
             u[i] = at < cols ? load_any(up, type, first_up + at) : 0.0f;
         }
         if (type == kAnyFp32) {
-            activate_any<false>(act, v, slope);
+            activate_any<false>(act, limit, v, slope);
         } else {
-            activate_any<true>(act, v, slope);
+            activate_any<true>(act, limit, v, slope);
         }
     }
 };
@@ -77,11 +83,11 @@ RTK_DEVICE i64 own_row(const RowGroup& group) {
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     glu_fwd_generic(const void* gate, const void* up, const void* weight, void* y, i64 rows, i64 cols, i64 gate_stride,
-                    i64 up_stride, i64 weight_fp32, i64 threads_per_row, i64 type, i64 act) {
+                    i64 up_stride, i64 weight_fp32, i64 threads_per_row, i64 type, i64 act, double limit) {
     const RowGroup group(threads_per_row);
     const i64 row = own_row(group);
     if (row >= rows) return;
-    const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_fp32, type, act);
+    const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_fp32, type, act, limit);
 #pragma unroll 1
     for (i64 first = group.thread; first < cols; first += kInFlight * group.threads) {
         float v[kInFlight], slope[kInFlight], u[kInFlight];
@@ -89,7 +95,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
             const i64 column = first + i * group.threads;
-            const float value = v[i] * partner_any(in.act, u[i]).value * in.weight;
+            const float value = v[i] * partner_any(in.act, u[i], in.limit).value * in.weight;
             if (column < cols) store_any(y, in.type, row * cols + column, value);
         }
     }
@@ -101,14 +107,14 @@ template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     glu_bwd_generic(const void* dy, const void* gate, const void* up, const void* weight, void* dgate, void* dup,
                     void* dweight, i64 rows, i64 cols, i64 dy_stride, i64 gate_stride, i64 up_stride, i64 out_stride,
-                    i64 weight_fp32, i64 threads_per_row, i64 type, i64 act) {
+                    i64 weight_fp32, i64 threads_per_row, i64 type, i64 act, double limit) {
     __shared__ GroupScratch<1> scratch;
     const RowGroup group(threads_per_row);
     const i64 row = own_row(group);
     const int kind = static_cast<int>(type);
     float total = 0.0f;
     if (row < rows) {
-        const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_fp32, type, act);
+        const GluRow in(gate, up, weight, row, cols, gate_stride, up_stride, weight_fp32, type, act, limit);
         const i64 dup_offset = row * out_stride + (dup == nullptr ? cols : 0);
         void* const to = dup == nullptr ? dgate : dup;
 #pragma unroll 1
@@ -124,7 +130,7 @@ __global__ void __launch_bounds__(THREADS)
             for (int i = 0; i < kInFlight; ++i) {
                 const i64 column = first + i * group.threads;
                 if (column >= cols) break;
-                const ValueSlope other = partner_any(in.act, u[i]);
+                const ValueSlope other = partner_any(in.act, u[i], in.limit);
                 total += g[i] * v[i] * other.value;
                 const float weighted = g[i] * in.weight;
                 store_any(dgate, kind, row * out_stride + column, weighted * other.value * slope[i]);

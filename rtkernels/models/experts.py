@@ -30,7 +30,7 @@ from rtkernels.models.probe import (
     rows_of_scales,
     twin_of,
 )
-from rtkernels.models.recognize import activations
+from rtkernels.models.recognize import activations, limits
 from rtkernels.models.reuse import glu
 from rtkernels.ops.act.act import KINDS
 from rtkernels.ops.gemm.weight_gradient import TokenBlocks
@@ -64,7 +64,8 @@ def recognize(module: nn.Module) -> Recognized:
         NotRecognized: It is none of ours.
     """
     _check_interface(module)
-    act, first = (activation_of if module.has_gate else _activation_alone)(module), _first(module)
+    act, limit = _gate_of(module) if module.has_gate else (_activation_alone(module), None)
+    first = _first(module)
     check_plain(module)
     given = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     biases = {f"{first}_bias", "down_proj_bias"} if module.has_bias else set()
@@ -77,6 +78,8 @@ def recognize(module: nn.Module) -> Recognized:
     kind = Recognized("plain_experts", options)
     if module.has_gate:
         kind = Recognized("experts", (*options[:2], ("concatenated", module.is_concatenated), options[2]))
+    if limit is not None:
+        kind = Recognized("limited_experts", (*kind.options, ("limit", limit)))
     _prove(module, kind, given)
     return kind
 
@@ -93,6 +96,14 @@ def activation_of(module: nn.Module) -> str:
     Raises:
         NotRecognized: The activation is none of ours, or there is no gate.
     """
+    act, limit = _gate_of(module)
+    if limit is not None:
+        raise NotRecognized("its gate is clamped")
+    return act
+
+
+def _gate_of(module: nn.Module) -> tuple[str, str | None]:
+    """Return the activation of an expert layer's gate, and the attribute that is its limit (None: the usual one)."""
     _check_interface(module)
     if not module.has_gate:
         raise NotRecognized("its experts have no gate")
@@ -101,10 +112,11 @@ def activation_of(module: nn.Module) -> str:
         both = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
         return type(module)._apply_gate(twin_of(module, {}), both)
 
-    found = activations(gated)
-    if len(found) != 1:
-        raise NotRecognized("its gate computes none of our activations")
-    return found[0]
+    for name in (None, *limits(module)):
+        found = activations(gated, None if name is None else getattr(module, name))
+        if len(found) == 1:
+            return found[0], name
+    raise NotRecognized("its gate computes none of our activations")
 
 
 def _check_interface(module: nn.Module) -> None:
@@ -159,7 +171,8 @@ def _prove(module: nn.Module, kind: Recognized, given: dict[str, tuple[int, ...]
         weights = normal(11, count, seed=8, dtype=dtype).softmax(-1)
         # In fp32, inputs exceed the limits of clamped gates. In 16 bits they stay inside: near a limit, rounding would
         # decide whether a value is clamped, and so its gradient.
-        x = normal(11, width, dtype=dtype) * (3 if dtype == torch.float32 else 1)
+        inside = min([1.0, *(getattr(module, name) / 8 for name in limits(module))])
+        x = normal(11, width, dtype=dtype) * (3 if dtype == torch.float32 else inside)
         trial = Trial(f"in {str(dtype)[6:]}", (x, weights), lambda x, w: (x, chosen, w))
         if dtype == torch.float32:
             check_pure(partial(theirs, twin), twin, trial)
@@ -289,33 +302,35 @@ def _expert_of_row(index: rtkernels.MoeIndex) -> Tensor:
 
 
 def _experts(
-    original: type[nn.Module], act: str, bias: bool, concatenated: bool, transposed: bool
+    original: type[nn.Module], act: str, bias: bool, concatenated: bool, transposed: bool, limit: str | None = None
 ) -> Callable[..., Any]:
     own = original.forward
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         if hidden_states.dtype != self.gate_up_proj.dtype or hidden_states.dim() != 2 or has_watched_child(self):
             return own(self, hidden_states, top_k_index, top_k_weights)
+        most = None if limit is None else getattr(self, limit)
         index = rtkernels.moe_index(top_k_index, self.num_experts)
         ends, tokens = index.offsets[1:], _token_blocks(index) if starts_from_result() else None
         if bias:
             expert = _expert_of_row(index)
             both = _grouped(rtkernels.moe_permute(hidden_states, index), self.gate_up_proj, ends, transposed, tokens)
             both = _BiasAndHalves.apply(both, self.gate_up_proj_bias, expert, not concatenated)
-            y = _grouped(glu(both, act=act), self.down_proj, ends, transposed, tokens)
+            y = _grouped(glu(both, act=act, limit=most), self.down_proj, ends, transposed, tokens)
             y = _BiasAndHalves.apply(y, self.down_proj_bias, expert, False)
             return rtkernels.moe_unpermute(y, index, probs=top_k_weights, dense_probs=False)
         permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
         both = _grouped(permuted.y, self.gate_up_proj, ends, transposed, tokens)
         gate, up = (both, None) if concatenated else (both[..., ::2], both[..., 1::2])
         # Scaling rows by their routing weight commutes with the second product.
-        inner = glu(gate, up, act=act, weight=permuted.probs)
+        inner = glu(gate, up, act=act, weight=permuted.probs, limit=most)
         return rtkernels.moe_unpermute(_grouped(inner, self.down_proj, ends, transposed, tokens), index)
 
     return forward
 
 
 replace.register("experts", _experts)
+replace.register("limited_experts", _experts)
 
 
 def _plain_experts(original: type[nn.Module], act: str, bias: bool, transposed: bool) -> Callable[..., Any]:

@@ -145,7 +145,7 @@ class _GluCodes(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if ctx.private:
             return *glu_gradient(dy, gate, up, None, ctx.act, False)[:2], None, None
-        dx, dup, _ = glu.BACKWARD(dy, gate, up, None, ctx.act, False)
+        dx, dup, _ = glu.BACKWARD(dy, gate, up, None, ctx.act, glu.check_limit(ctx.act, None), False)
         return dx, dup if up is not None else None, None, None
 
 
@@ -298,6 +298,8 @@ def replace_experts(module: nn.Module, recipe: Recipe) -> None:
     kind = replace.replaced(module)
     if kind is not None and kind.kind == "plain_experts":
         raise NotRecognized("its experts have no gate")
+    if kind is not None and kind.kind == "limited_experts":
+        raise NotRecognized("its experts clamp gate and up")
     if kind is None or kind.kind != "experts":
         raise NotRecognized("it was not replaced")
     options = dict(kind.options)

@@ -22,7 +22,7 @@ def _trial(where: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 
 def _convolution_trials() -> Trials:
     for dtype in (torch.float32, torch.bfloat16):
-        for taps, bias, act in ((4, True, "silu"), (3, False, None), (2, True, "silu")):
+        for taps, bias, act in ((4, True, "silu"), (3, False, None), (2, True, "silu"), (7, True, None)):
             shapes = ((2, 6, 9), (6, taps), *(((6,),) if bias else ()))
             trial = _trial(f"for {taps} taps", *shapes, dtypes=(dtype,) * len(shapes))
             yield trial, lambda f, x, w, b=None, act=act: f(x, w, b, activation=act), True

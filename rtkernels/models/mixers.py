@@ -136,7 +136,7 @@ def _convolution(original: Function) -> Function:
             and hidden_states.dim() == 3
             and weight.dtype in (hidden_states.dtype, torch.float32)
             and (bias is None or bias.dtype in (hidden_states.dtype, torch.float32))
-            and 2 <= weight.shape[-1] <= 4
+            and 2 <= weight.shape[-1] <= 8
             and activation in (None, *_SILU)
         )
         starts = _starts(kwargs, hidden_states.shape[0]) if fits else None
@@ -161,7 +161,7 @@ def _convolution_step(original: Function) -> Function:
             and conv_state.is_contiguous()
             and weight.dtype in (hidden_states.dtype, torch.float32)
             and (bias is None or bias.dtype in (hidden_states.dtype, torch.float32))
-            and 2 <= weight.shape[-1] <= 4
+            and 2 <= weight.shape[-1] <= 8
             and conv_state.shape[-1] in (weight.shape[-1], weight.shape[-1] - 1)
             and activation in (None, *_SILU)
         )

@@ -34,8 +34,8 @@ class Setting(NamedTuple):
     training: bool = True
 
 
-def settings_for(own: int, high: float) -> list[Setting]:
-    """Return the trials for a function of ``[..., own]``; `high` is the scale of the large inputs.
+def settings_for(own: int, high: float, rows: float = 2e2) -> list[Setting]:
+    """Return the trials for a function of ``[..., own]``; `high` is the scale of the large inputs, `rows` of others.
 
     Trials that do not depend on the width use a small one if the module accepts it.
     """
@@ -46,7 +46,8 @@ def settings_for(own: int, high: float) -> list[Setting]:
         training: bool = True,
     ) -> Setting:  # fmt: skip
         def trial(width: int) -> Trial:
-            return Trial(where, (rows_of_scales(*(width * -n if n < 0 else n for n in shape)),), lambda x: (view(x),))
+            sizes = (width * -n if n < 0 else n for n in shape)
+            return Trial(where, (rows_of_scales(*sizes, high=rows),), lambda x: (view(x),))
 
         return Setting(trial, widths, training=training)
 

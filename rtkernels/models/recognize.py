@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +35,10 @@ from rtkernels.models.probe import (
 )
 from rtkernels.models.proof import Setting, prove, settings_for
 from rtkernels.ops.act.act import KINDS
+from rtkernels.ops.act.glu_plan import CLAMPS
 
 TOLERANCE = 1e-4
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2", "sigmoid", "none", "swiglu_oai", "quick_gelu")
 _EPSILONS = ("variance_epsilon", "eps")
 _OTHER_DIMENSIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 _NORM_NAME = re.compile(r"Norm(?!al)")
@@ -248,6 +250,14 @@ def mlp(module: nn.Module) -> Recognized:
             for names in places
             if act != "none" or names[:4] == found[0][:4]  # without an activation, gate and up may swap
         ]
+    clamps = limits(module)
+    kinds += [
+        (f"glu with {act} and a limit", Recognized("named_mlp", (("act", act), ("projections", names), ("limit", name))))
+        for name in clamps
+        for act, usual in CLAMPS.items()
+        for names in places
+        if getattr(module, name) != usual
+    ]
     check_plain(module, (*found[0].names, *([] if dropout is None else [dropout])))
     widths = _widths(module, found[0])
 
@@ -261,7 +271,9 @@ def mlp(module: nn.Module) -> Recognized:
             maps[dropout] = _Mask()
         return twin_of(module, {}, maps, sizes, training)
 
-    return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8))
+    # Behind large inputs a clamped gate has only slopes near 0, whose rounding would decide.
+    most = max((getattr(module, name) for name in clamps), default=1e2)
+    return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8, rows=2 * most))
 
 
 def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int]:
@@ -290,9 +302,16 @@ def _scaled(widths: tuple[int, int, int], w: int) -> dict[int, int]:
     return {2 * inner: 2 * small, inner: small, **sizes}
 
 
+def limits(module: nn.Module) -> list[str]:
+    """Return the attributes that may be the limit of a clamped gate, one for each number."""
+    given = {name: value for name, value in module.__dict__.items() if "limit" in name}
+    numbers = {value: name for name, value in given.items() if type(value) in (int, float) and 0 < value < inf}
+    return list(numbers.values())
+
+
 @probing()
-def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
-    """Return the activations of ``glu`` that a function of gate and up may compute.
+def activations(theirs: Callable[[Tensor, Tensor], Tensor], limit: float | None = None) -> list[str]:
+    """Return the activations of ``glu`` that a function of gate and up may compute, those with a limit if it is given.
 
     Raises:
         NotRecognized: The function raises, or depends on more than gate and up.
@@ -301,8 +320,8 @@ def activations(theirs: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
     trials.append(Trial("for large numbers", (normal(3, 64, seed=3) * 1e8, normal(3, 64, seed=4) * 1e8)))
     return [
         act
-        for act in ACTIVATIONS
-        if not any(difference(partial(rtkernels.glu, act=act), theirs, trial) for trial in trials)
+        for act in (ACTIVATIONS if limit is None else CLAMPS)
+        if not any(difference(partial(rtkernels.glu, act=act, limit=limit), theirs, trial) for trial in trials)
     ]
 
 

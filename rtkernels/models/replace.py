@@ -185,7 +185,9 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
     return _named_mlp(original, act, Projections(*first, "down_proj"))
 
 
-def _named_mlp(original: type[nn.Module], act: str, projections: Projections) -> Forward:
+def _named_mlp(
+    original: type[nn.Module], act: str, projections: Projections, limit: str | None = None
+) -> Forward:
     own, name, names, dropout = original.forward, _input_name(original), projections.names, projections.dropout
     first = names if projections.down is None else names[:-1]
     called = names if dropout is None else (*names, dropout)
@@ -203,17 +205,18 @@ def _named_mlp(original: type[nn.Module], act: str, projections: Projections) ->
         if _is_cast(x, down):
             return own(self, x)
         inputs = [linear(x) for linear in linears]
+        options = {"act": act, "limit": None if limit is None else getattr(self, limit)}
         if projections.up_first:
             inputs = list(reversed(inputs[0].chunk(2, -1)))
         if down is None:
-            return rtkernels.glu(*inputs, act=act)
+            return rtkernels.glu(*inputs, **options)
         if not all(is_plain(linear) for linear in linears) or dropout is not None:
-            gated = rtkernels.glu(*inputs, act=act)
+            gated = rtkernels.glu(*inputs, **options)
             if dropout is None:
                 return down(gated)
             drop = self._modules[dropout]
             return drop(down(gated)) if projections.behind else down(drop(gated))
-        return project(down, glu(*inputs, act=act))
+        return project(down, glu(*inputs, **options))
 
     return forward
 

@@ -33,6 +33,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "none": lambda x: x,
     "swiglu_oai": lambda x: cut(x, high=7.0) * torch.sigmoid(1.702 * cut(x, high=7.0)),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 # For fp64: torch's own formulas lose their digits to cancellation where the result is small.
 EXACT = ACTS | {
@@ -41,11 +42,14 @@ EXACT = ACTS | {
 }
 
 
-def plain_glu(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
+def plain_glu(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float | None = None) -> Tensor:
     """The op in plain torch, rounding wherever torch rounds; exact enough in fp64."""
     gate, up = x.chunk(2, -1) if up is None else (x, up)
+    if limit is not None:
+        gate, up = cut(gate, high=limit), cut(up, -limit, limit)
     if act == "swiglu_oai":
-        up = cut(up, -7.0, 7.0) + 1
+        up = (cut(up, -7.0, 7.0) if limit is None else up) + 1
+        act = "quick_gelu" if limit is not None else act
     y = (EXACT if x.dtype == torch.float64 else ACTS)[act](gate) * up
     return y if weight is None else y * weight.unsqueeze(-1)
 
@@ -126,15 +130,15 @@ def make(case: str, dtype: torch.dtype, device: str) -> Inputs:
     return inputs
 
 
-def check(inputs: Inputs, act: str) -> tuple[Tensor | None, ...]:
+def check(inputs: Inputs, act: str, limit: float | None = None) -> tuple[Tensor | None, ...]:
     """Run forward and backward and hold every element to its error budget; return result and gradients."""
     wide = inputs.leaves(torch.float64)
-    exact = plain_glu(*wide, act)
+    exact = plain_glu(*wide, act, limit)
     exact.backward(inputs.dy.double())
     leaves = inputs.leaves()
-    y = glu(leaves[0], leaves[1], act=act, weight=leaves[2])
+    y = glu(leaves[0], leaves[1], act=act, weight=leaves[2], limit=limit)
     assert y.dtype == inputs.x.dtype and y.is_contiguous() and y.shape == exact.shape
-    quiet = glu(inputs.x.detach(), inputs.up, act=act, weight=inputs.weight)
+    quiet = glu(inputs.x.detach(), inputs.up, act=act, weight=inputs.weight, limit=limit)
     assert_same_bits(quiet, y.detach(), "result without gradients")
     y.backward(inputs.dy)
 
@@ -143,7 +147,9 @@ def check(inputs: Inputs, act: str) -> tuple[Tensor | None, ...]:
         gate, up = x.chunk(2, -1) if up is None else (x, up)
         w = 1.0 if weight is None else weight.unsqueeze(-1)
         g = inputs.dy.double()
-        value = EXACT[act](gate)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        value = EXACT["quick_gelu" if act == "swiglu_oai" and limit is not None else act](gate)
         # One rounding to the stored type, and fp32 arithmetic (8 roundoffs of it) whose errors are relative to the
         # terms that were added (it shows where a slope crosses zero) and grow with the exponent in the tail of act.
         tail = 1 + gate.square()

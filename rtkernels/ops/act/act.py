@@ -14,7 +14,7 @@ from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
-KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid")
+KINDS = ("gelu_tanh", "gelu_erf", "silu", "relu", "relu2", "sigmoid", "quick_gelu")
 
 
 def _forward(x: Tensor, add: Tensor | None, kind: str) -> Tensor:
@@ -58,7 +58,8 @@ def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None =
     Args:
         x: Any shape; bfloat16, float16 or float32. Any strides (copied unless rows are unit-stride and evenly spaced).
             Any object with ``__dlpack__`` is accepted; results are then of the same kind.
-        kind: ``"gelu_tanh"``, ``"gelu_erf"``, ``"silu"``, ``"relu"``, ``"relu2"`` (relu squared) or ``"sigmoid"``.
+        kind: ``"gelu_tanh"``, ``"gelu_erf"``, ``"silu"``, ``"relu"``, ``"relu2"`` (relu squared), ``"sigmoid"``
+            or ``"quick_gelu"`` (``x * sigmoid(1.702 * x)``).
         add: Added to x first: a tensor that broadcasts to x's shape and has all its columns, such as ``[n]``; x's dtype
             or float32. None adds nothing.
         out: Tensor to write the result to: of x's shape and dtype. May be x or add. Not with gradients.

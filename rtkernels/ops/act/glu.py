@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, plan_bwd, plan_fwd, result_shape
+from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, check_limit, plan_bwd, plan_fwd, result_shape
 from rtkernels.ops.act.glu_reference import gradients, halves, partner_and_slope, value_and_slope
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
@@ -33,16 +33,18 @@ def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None,
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
+def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float) -> Tensor:
     gate, up = halves(x, up)
-    y = value_and_slope(act, gate)[0] * partner_and_slope(act, up)[0]
+    y = value_and_slope(act, gate, limit)[0] * partner_and_slope(act, up, limit)[0]
     if weight is not None:
         y = y * weight.float().unsqueeze(-1)
     return y.to(x.dtype).contiguous()
 
 
-def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
-    dx, dweight = gradients(dy, x, up, weight, act, weight_grad)
+def _reference_bwd(
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float, weight_grad: bool
+):
+    dx, dweight = gradients(dy, x, up, weight, act, weight_grad, limit)
     dx = dx.to(x.dtype)
     if up is None:
         return dx, nothing(x), dweight
@@ -50,9 +52,9 @@ def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | No
 
 
 def _reference_bwd_over(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float, weight_grad: bool
 ) -> Tensor:
-    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, weight_grad)
+    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, limit, weight_grad)
     x.copy_(dgate)
     if up is not None:
         up.copy_(dup)
@@ -62,11 +64,11 @@ def _reference_bwd_over(
 _X, _UP = Rows("x", None), Rows("up", None, optional=True)
 _DY, _WEIGHT = Rows("dy", None), Dense("weight", None, optional=True)
 FORWARD = Operator(
-    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", plan=plan_fwd, reference=_reference_fwd,
+    "glu_fwd", (_X, _UP, _WEIGHT), options="str act, float limit", results="y", plan=plan_fwd, reference=_reference_fwd,
     outputs=lambda x, up: (Memory(result_shape(x, up), x.dtype),), check=check_inputs,
 )  # fmt: skip
 BACKWARD = Operator(
-    "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, bool weight_grad", results="dx dup dweight",
+    "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, float limit, bool weight_grad", results="dx dup dweight",
     outputs=lambda x, up, weight, weight_grad: (
         Memory.like(x), None if up is None else Memory.like(x), Memory.like(weight) if weight_grad else None,
     ),
@@ -75,7 +77,7 @@ BACKWARD = Operator(
 # Writes the gradients of x and up over them; the result is that of the weight, or empty.
 BACKWARD_OVER = Operator(
     "glu_bwd_over", (_DY, InPlace("x", None), InPlace("up", None, optional=True), _WEIGHT),
-    options="str act, bool weight_grad", results="dweight", plan=partial(plan_bwd, results=("x", "up")),
+    options="str act, float limit, bool weight_grad", results="dweight", plan=partial(plan_bwd, results=("x", "up")),
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,),
     reference=_reference_bwd_over, check=check_bwd, prepare=_check_over,
 )  # fmt: skip
@@ -104,27 +106,28 @@ _forward, _backward = FORWARD.call, BACKWARD.call
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, up, weight, act, overwrites):
+    def forward(ctx, x, up, weight, act, limit, overwrites):
         ctx.set_materialize_grads(False)
-        ctx.act, ctx.overwrites = act, overwrites
+        ctx.options, ctx.overwrites = (act, limit), overwrites
         ctx.save_for_backward(x, up, weight)
-        return _forward(x, up, weight, act)
+        return _forward(x, up, weight, act, limit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return None, None, None, None, None
+            return (None,) * 6
         if ctx.overwrites:
             autograd.check_overwrite(ctx, "glu", (dy,))
         x, up, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if ctx.overwrites and not may_overlap(dy, x) and (up is None or not may_overlap(dy, up)):
             dx, dup = autograd.detached(x, up)
-            dweight = BACKWARD_OVER(dy, dx, dup, weight, ctx.act, wanted[2])
+            dweight = BACKWARD_OVER(dy, dx, dup, weight, *ctx.options, wanted[2])
         else:
-            dx, dup, dweight = _backward(dy, x, up, weight, ctx.act, wanted[2])
-        return dx if wanted[0] else None, dup if wanted[1] else None, dweight if wanted[2] else None, None, None
+            dx, dup, dweight = _backward(dy, x, up, weight, *ctx.options, wanted[2])
+        grads = (dx, dup, dweight)
+        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=False)), None, None, None
 
 
 _differentiable = applied(_Glu)
@@ -133,7 +136,7 @@ _differentiable = applied(_Glu)
 @public(own_out=True)
 def glu(
     x: Tensor | tuple[Tensor, ...], up: Tensor | tuple[Tensor, ...] | None = None, *, act: str = "silu",
-    weight: Tensor | None = None, reuse: str | None = None,
+    limit: float | None = None, weight: Tensor | None = None, reuse: str | None = None,
     layout: str = "concat", channel_scale: Tensor | None = None, quant: Quant | torch.dtype | str | None = None,
     keep: bool = False, out: Tensor | None = None, scale_out: Tensor | None = None,
 ) -> Any:  # fmt: skip
@@ -147,14 +150,17 @@ def glu(
             Any object with ``__dlpack__`` is accepted; results are then of the same kind.
         up: ``[..., d]``, same shape and dtype as x; its strides may differ.
         act: ``"silu"`` (SwiGLU), ``"gelu_tanh"``, ``"gelu_erf"`` (GeGLU), ``"relu"``, ``"relu2"`` (relu squared),
-            ``"sigmoid"``, ``"none"``, or ``"swiglu_oai"`` of GPT-OSS models: ``g * sigmoid(1.702 * g) * (u + 1)``,
-            where g is the gate clamped to at most 7 and u is up clamped to -7 .. 7. (Their weights produce gate and up
-            in alternating columns; here they are halves or separate tensors.)
+            ``"sigmoid"``, ``"none"``, ``"quick_gelu"`` (``x * sigmoid(1.702 * x)``), or ``"swiglu_oai"`` of GPT-OSS
+            models: ``g * sigmoid(1.702 * g) * (u + 1)``, where g is the gate clamped to at most 7 and u is up clamped
+            to -7 .. 7. (Their weights produce gate and up in alternating columns; here they are halves or separate
+            tensors.)
+        limit: Clamp the gate to at most this number and up to -limit .. limit, as DeepSeek-V4's MLPs do with act
+            "silu" and limit 10; instead of 7 with act "swiglu_oai". The slope is 1 at a limit and 0 beyond.
         weight: ``x.shape[:-1]``, one factor per row, in x's dtype or float32. Default: 1.
         reuse: ``"inputs"`` lets the backward pass overwrite x and up with their gradients instead of allocating memory.
             For tensors that nothing else needs by then, such as the result of a projection. See below.
         layout: ``"concat"``, or ``"interleaved"`` if gate and up are alternating columns of x (without `up`). This and
-            all following options are inference-only and cannot be combined with weight or reuse.
+            all following options are inference-only and cannot be combined with limit, weight or reuse.
         channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It has no gradient.
         quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
         keep: Also return the values before quantisation, in x's dtype.
@@ -178,11 +184,16 @@ def glu(
         keep or channel_scale is not None or quant is not None or out is not None or scale_out is not None
         or layout != "concat" or isinstance(x, tuple)
     ):  # fmt: skip
+        if limit is not None:
+            raise ArgumentError(
+                f"limit is {limit!r}; expected None with layout, channel_scale, quant, keep, out or scale_out"
+            )
         return _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out)
+    limit = check_limit(act, limit)
     overwrites = reuse is not None and autograd.may_overwrite(reuse, {"x": x, "up": up}, (weight,))
     if is_grad_enabled() and needs_grad(x, up, weight):
-        return _differentiable(x, up, weight, act, overwrites)
-    return _forward(x, up, weight, act)
+        return _differentiable(x, up, weight, act, limit, overwrites)
+    return _forward(x, up, weight, act, limit)
 
 
 def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, WIDTH, block_of, group_threads, vector_bytes
+from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Step, Steps
 
@@ -24,7 +26,10 @@ ACT_TYPES = {
     "sigmoid": "Sigmoid",
     "none": "Identity",
     "swiglu_oai": "SwigluOai",
+    "quick_gelu": "QuickGelu",
 }
+CLAMPS = {"silu": inf, "swiglu_oai": 7.0}  # limits unless others are given
+_KERNEL_TYPES = (*ACT_TYPES.values(), "ClampedSilu")
 _THREADS = 256
 # Vectors a thread has in flight of each input. The elementwise backward needs only one: there are three inputs, and
 # every thread slot of an SM is filled.
@@ -37,37 +42,37 @@ _STRIP = 31  # lane_bits of a block that works on one row
 
 
 def _variants(in_flight: int) -> list[tuple[Any, ...]]:
-    return [(t, act, WIDTH[t], in_flight) for t in WIDTH for act in ACT_TYPES.values()]
+    return [(t, act, WIDTH[t], in_flight) for t in WIDTH for act in _KERNEL_TYPES]
 
 
 _BWD_DIMS = "rows:i64 cols:i64 dy_stride:i64 gate_stride:i64 up_stride:i64 out_stride:i64 weight_fp32:i64"
 _FWD = Kernel(
     _UNIT, "glu_fwd", template="T Act VEC ROWS", max_registers=40,
     args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
-    "lane_bits:i64",
+    "lane_bits:i64 limit:f64",
     variants=_variants(_FWD_ROWS),
 )  # fmt: skip
 _BWD = Kernel(
     _UNIT, "glu_bwd", template="T Act VEC ROWS", max_registers=40,
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64",
+    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr {_BWD_DIMS} lane_bits:i64 limit:f64",
     variants=_variants(_BWD_ROWS),
 )  # fmt: skip
 _BWD_BY_ROW = Kernel(
     _UNIT, "glu_bwd_rows", template="T Act VEC CHUNKS", max_registers=76,
-    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64",
+    args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64 limit:f64",
     variants=_variants(_BWD_CHUNKS),
 )  # fmt: skip
 # For rows that can only be accessed an element at a time.
 _FWD_GENERIC = Kernel(
     _GENERIC_UNIT, "glu_fwd_generic", template="THREADS", max_registers=64,
     args="gate:ptr up:ptr weight:ptr y:ptr rows:i64 cols:i64 gate_stride:i64 up_stride:i64 weight_fp32:i64 "
-    "threads_per_row:i64 type:i64 act:i64",
+    "threads_per_row:i64 type:i64 act:i64 limit:f64",
     variants=[(_THREADS,)],
 )  # fmt: skip
 _BWD_GENERIC = Kernel(
     _GENERIC_UNIT, "glu_bwd_generic", template="THREADS", max_registers=64,
     args=f"dy:ptr gate:ptr up:ptr weight:ptr dgate:ptr dup:ptr dweight:ptr {_BWD_DIMS} threads_per_row:i64 type:i64 "
-    "act:i64",
+    "act:i64 limit:f64",
     variants=[(_THREADS,)],
 )  # fmt: skip
 KERNELS = (_FWD, _BWD, _BWD_BY_ROW, _FWD_GENERIC, _BWD_GENERIC)
@@ -78,11 +83,32 @@ def result_shape(x: Any, up: Any) -> tuple[int, ...]:
     return tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
 
 
-def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tuple[int, ...]:
-    """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
-    dtype, shape = x.dtype, x.shape
+def check_limit(act: str, limit: float | None) -> float:
+    """Return the limit of gate and up, infinity without one.
+
+    Raises:
+        ArgumentError: The activation is not known or takes no limit, or the limit is not positive.
+    """
     if act not in ACT_TYPES:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
+    if limit is None:
+        return CLAMPS.get(act, inf)
+    if act not in CLAMPS:
+        raise ArgumentError(
+            f"limit is {limit!r} with act {act!r}; expected None, or act {' or '.join(map(repr, CLAMPS))}"
+        )
+    limit = check_number("limit", limit)
+    if not limit > 0.0:
+        raise ArgumentError(f"limit is {limit}; expected a number above 0, or None")
+    return limit
+
+
+def check_inputs(
+    x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float | None = None
+) -> tuple[int, ...]:
+    """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
+    dtype, shape = x.dtype, x.shape
+    check_limit(act, None if limit == CLAMPS.get(act, inf) else limit)
     token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last holds gate (and up)")
@@ -98,8 +124,10 @@ def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tup
     return result_shape(x, up)
 
 
-def check_bwd(dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool) -> None:
-    shape = check_inputs(x, up, weight, act)
+def check_bwd(
+    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float, weight_grad: bool
+) -> None:
+    shape = check_inputs(x, up, weight, act, limit)
     check_same("dy", dy.dtype, x.dtype, "dtype")
     check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
     if weight_grad and weight is None:
@@ -131,12 +159,17 @@ def _rows_of_threads(rows: int, cols: int, per_thread: int) -> tuple[tuple[int, 
     return (-(-row_blocks // depth), depth), block, threads
 
 
-def _generic_types(t: str, act: str) -> tuple[int, int]:
+def _kernel_type(act: str, limit: float) -> str:
+    return "ClampedSilu" if act == "silu" and limit < inf else ACT_TYPES[act]
+
+
+def _generic_types(t: str, act_type: str) -> tuple[int, int]:
     """Return the type and the activation as the kernels for rows of any alignment take them."""
-    return _GENERIC_TYPES[t], list(ACT_TYPES).index(act)
+    return _GENERIC_TYPES[t], _KERNEL_TYPES.index(act_type)
 
 
-def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, device: int) -> Steps:
+def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float, device: int) -> Steps:
+    act = _kernel_type(act, limit)
     t, size = x.token, x.dtype.itemsize
     rows, cols = x.rows, x.shape[-1] // (2 if up is None else 1)
     gate_stride = x.row_stride
@@ -147,17 +180,17 @@ def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, device: in
         launch, ending = _FWD_GENERIC.bind((_THREADS,), device, grid, block), (threads, *_generic_types(t, act))
     else:
         grid, block, lane_bits = _tile(rows, cols // WIDTH[t], _FWD_ROWS)
-        variant = t, ACT_TYPES[act], WIDTH[t], _FWD_ROWS
+        variant = t, act, WIDTH[t], _FWD_ROWS
         launch, ending = _FWD.bind(variant, device, grid, block), (lane_bits,)
-    return Steps(Step(launch, "x", "up", "weight", "y", *sizes, *ending))
+    return Steps(Step(launch, "x", "up", "weight", "y", *sizes, *ending, limit))
 
 
 def plan_bwd(
-    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool, device: int,
+    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float, weight_grad: bool, device: int,
     results: tuple[str, ...] = ("dx", "dup"),
 ) -> Steps:  # fmt: skip
     """Return the launch that writes gradients to `results`, which may alias x and up (threads write what they read)."""
-    t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, dy.shape[-1]
+    t, size, rows, cols, act = x.token, x.dtype.itemsize, x.rows, dy.shape[-1], _kernel_type(act, limit)
     strides = [meta.row_stride for meta in (dy, x, x if up is None else up)]
     vec = WIDTH[t]
     sizes = rows, cols, *strides, x.shape[-1], weight_fp32(weight)
@@ -167,10 +200,10 @@ def plan_bwd(
         launch, ending = _BWD_GENERIC.bind((_THREADS,), device, grid, block), (threads, *_generic_types(t, act))
     elif weight_grad:
         grid, block, threads = _rows_of_threads(rows, cols, vec * _BWD_CHUNKS)
-        launch = _BWD_BY_ROW.bind((t, ACT_TYPES[act], vec, _BWD_CHUNKS), device, grid, block)
+        launch = _BWD_BY_ROW.bind((t, act, vec, _BWD_CHUNKS), device, grid, block)
         ending = (threads,)
     else:
         grid, block, lane_bits = _tile(rows, cols // vec, _BWD_ROWS)
-        launch = _BWD.bind((t, ACT_TYPES[act], vec, _BWD_ROWS), device, grid, block)
+        launch = _BWD.bind((t, act, vec, _BWD_ROWS), device, grid, block)
         dweight, ending = (), (lane_bits,)
-    return Steps(Step(launch, "dy", "x", "up", "weight", *results, *dweight, *sizes, *ending))
+    return Steps(Step(launch, "dy", "x", "up", "weight", *results, *dweight, *sizes, *ending, limit))

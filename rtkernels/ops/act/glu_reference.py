@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import inf, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.runtime.layout import nothing
 
 _OAI_LIMIT = 7.0
-_OAI_ALPHA = 1.702
+_QUICK = 1.702  # quick GELU's factor inside the sigmoid
 
 
 def _sigmoid_gate(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,8 +25,19 @@ def _sigmoid_gate(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(negative, small, 1 - small), product, torch.where(negative, 1 - small, small)
 
 
-def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return act(x) and its derivative."""
+def _clamped_at(act: str, limit: float | None) -> float | None:
+    """Return the limit of an activation that clamps, None for others."""
+    if act == "swiglu_oai":
+        return _OAI_LIMIT if limit is None else limit
+    return None if limit == inf else limit
+
+
+def value_and_slope(act: str, x: Tensor, limit: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return act(x) and its derivative, with x clamped to at most `limit`."""
+    limit = _clamped_at(act, limit)
+    if limit is not None:
+        value, slope = value_and_slope("quick_gelu" if act == "swiglu_oai" else act, x.clamp(max=limit))
+        return value, slope.masked_fill(x > limit, 0.0)
     if act == "silu":
         s, y, opposite = _sigmoid_gate(x, x)
         return y, s + y * opposite
@@ -47,18 +58,17 @@ def value_and_slope(act: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if act == "sigmoid":
         s = torch.sigmoid(x)
         return s, s * torch.sigmoid(-x)
-    if act == "swiglu_oai":
-        g = x.clamp(max=_OAI_LIMIT)
-        s = torch.sigmoid(_OAI_ALPHA * g)
-        slope = s + _OAI_ALPHA * g * s * (1 - s)
-        return g * s, slope.masked_fill(x > _OAI_LIMIT, 0.0)
+    if act == "quick_gelu":
+        s, y, opposite = _sigmoid_gate(x, _QUICK * x)
+        return y, s + _QUICK * y * opposite
     return x, torch.ones_like(x)
 
 
-def partner_and_slope(act: str, up: Tensor) -> tuple[Tensor, Tensor]:
+def partner_and_slope(act: str, up: Tensor, limit: float | None = None) -> tuple[Tensor, Tensor]:
     """Return the factor of the activation, for most activations up itself, and its derivative."""
-    if act == "swiglu_oai":
-        return up.clamp(-_OAI_LIMIT, _OAI_LIMIT) + 1, (~(up.abs() > _OAI_LIMIT)).to(up.dtype)
+    limit = _clamped_at(act, limit)
+    if limit is not None:
+        return up.clamp(-limit, limit) + float(act == "swiglu_oai"), (~(up.abs() > limit)).to(up.dtype)
     return up, torch.ones_like(up)
 
 
@@ -69,12 +79,18 @@ def halves(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def gradients(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    weight: Tensor | None,
+    act: str,
+    weight_grad: bool,
+    limit: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of [gate | up] in fp32, and that of the weight."""
     gate, other = halves(x, up)
-    value, slope = value_and_slope(act, gate)
-    partner, partner_slope = partner_and_slope(act, other)
+    value, slope = value_and_slope(act, gate, limit)
+    partner, partner_slope = partner_and_slope(act, other, limit)
     g = dy.float()
     dweight = (g * value * partner).sum(-1).to(weight.dtype).contiguous() if weight_grad else nothing(x)
     if weight is not None:

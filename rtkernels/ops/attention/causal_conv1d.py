@@ -241,7 +241,7 @@ def causal_conv1d(
         x: bfloat16, float16 or float32 [batch, length, channels], or [tokens, channels] of packed sequences. Any
             strides; copied unless channels are unit-stride, as in ``y.transpose(1, 2)`` of a model's [batch, channels,
             length] view of a projection.
-        weight: [channels, taps], 2 to 4 taps, the last one of the row itself, in x's dtype or float32.
+        weight: [channels, taps], 2 to 8 taps, the last one of the row itself, in x's dtype or float32.
         bias: [channels], in x's dtype or float32.
         activation: ``"silu"``, or None for z itself.
         initial_state: [batch or sequences, channels, taps] (or taps - 1), in x's dtype: the inputs before the first
@@ -295,7 +295,7 @@ def causal_conv1d_step(
 
     Args:
         x: bfloat16, float16 or float32 [batch, channels].
-        weight: [channels, taps], 2 to 4 taps, in x's dtype or float32.
+        weight: [channels, taps], 2 to 8 taps, in x's dtype or float32.
         bias: [channels], in x's dtype or float32, or None.
         state: [batch, channels, taps] (or taps - 1) in x's dtype, contiguous: the latest inputs, the last one last;
             overwritten.

@@ -10,15 +10,19 @@ from rtkernels.runtime.layout import TYPES, WIDTH, vector_bytes
 from rtkernels.runtime.operator.declared import Meta, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
-WIDTHS = (2, 3, 4)  # taps
+WIDTHS = tuple(range(2, 9))  # taps
 # As in causal_conv1d.cuh.
 _ROWS = 16 * 8  # of a block
 _THREADS = 256
 
-_VECTOR = 4  # channels of a thread: more take registers that loads in flight need
+
+def _wide(taps: int) -> int:
+    """Return how many channels a thread owns: more take registers that loads in flight need."""
+    return 4 if taps <= 4 else 2
+
 
 _FLAGS = "weight_fp32:i64 bias_fp32:i64 silu:i64"
-_VECTORS = [(t, w, n) for t in WIDTH for w in WIDTHS for n in (1, _VECTOR)]
+_VECTORS = [(t, w, n) for t in WIDTH for w in WIDTHS for n in (1, _wide(w))]
 FWD = Kernel(
     "attention/causal_conv1d.cu", "causal_conv1d_fwd", template="T W N", max_registers=168,
     args="x:ptr weight:ptr bias:ptr initial:ptr cu:ptr y:ptr sequences:i64 length:i64 channels:i64 x_batch:i64 "
@@ -55,11 +59,11 @@ def _strides(x: Meta, packed: bool) -> tuple[int, int]:
     return (0, steps[0]) if packed else (steps[0], steps[1])
 
 
-def _vector(x: Meta, others: tuple[Meta, ...], packed: bool) -> int:
+def _vector(x: Meta, others: tuple[Meta, ...], packed: bool, taps: int) -> int:
     distances = [step * t.dtype.itemsize for t in (x, *others) for step in _strides(t, packed)]
     size = x.dtype.itemsize
-    wanted = _VECTOR * size
-    return _VECTOR if vector_bytes(misaligned(x, *others), x.shape[-1] * size, *distances) >= wanted else 1
+    wide = _wide(taps)
+    return wide if vector_bytes(misaligned(x, *others), x.shape[-1] * size, *distances) >= wide * size else 1
 
 
 def _counts(x: Meta, cu: Meta | None) -> tuple[int, int, int]:
@@ -92,7 +96,7 @@ def state_step(x: Meta, cu: Meta | None, initial: bool, columns: int, device: in
 def plan(x, weight, bias, initial_state, cu_seqlens, silu, columns, wants_state, device) -> Steps:
     """Return the launches of a forward pass."""
     cu, taps = cu_seqlens, weight.shape[1]
-    vector = _vector(x, (), cu is not None)
+    vector = _vector(x, (), cu is not None, taps)
     steps = [Step(
         FWD.bind((x.token, taps, vector), device, _grid(x, cu, vector), _THREADS),
         *("x", "weight", "bias", "initial_state", "cu_seqlens", "y", *_counts(x, cu), *_strides(x, cu is not None)),
@@ -115,7 +119,7 @@ def plan_backward(
     )  # fmt: skip
     inputs = ("dy", "dfinal_state", "x", "weight", "bias", "initial_state", "cu_seqlens")
     steps, scratch = [], {}
-    vector = _vector(x, (dy,), packed)
+    vector = _vector(x, (dy,), packed, taps)
     grid = _grid(x, cu, vector)
     parts = grid[0] * grid[2]
     if (need_x or need_weight or need_bias) and parts:

@@ -23,6 +23,7 @@ TORCH = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 QUANTS = {
     "static": Quant(E4M3, 0.02),

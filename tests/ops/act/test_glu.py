@@ -89,6 +89,59 @@ def test_gradient_at_the_limits_of_swiglu_oai(place: str) -> None:
             assert_close(up.grad, torch.cat((value, torch.zeros_like(value))), c=64.0, what=f"up {dtype}")
 
 
+LIMITED = [("silu", 10.0), ("silu", 1.3), ("swiglu_oai", 2.5), ("silu", math.inf), ("swiglu_oai", math.inf)]
+
+
+@pytest.mark.parametrize(("act", "limit"), LIMITED)
+@pytest.mark.parametrize("case", ("merged", "odd", "weight", "weight_odd", "separate", "separate_odd", "unaligned"))
+@at()
+def test_limits(place: str, case: str, act: str, limit: float) -> None:
+    with running_on(place) as device:
+        for dtype in DTYPES if case in ("merged", "weight_odd") else (torch.bfloat16,):
+            inputs = make(case, dtype, device)
+            check(inputs, act, limit)
+            if limit == math.inf and act == "silu":
+                assert torch.equal(glu(inputs.x, inputs.up, limit=limit), glu(inputs.x, inputs.up))
+
+
+@pytest.mark.parametrize("act", ("silu", "swiglu_oai"))
+@pytest.mark.parametrize("odd", (False, True))
+@at("cpu", "sm_90", "cuda")
+def test_gradients_at_and_beyond_a_limit(place: str, odd: bool, act: str) -> None:
+    """As torch.clamp's: a number at a limit keeps its gradient, one beyond has none; NaN stays NaN."""
+    numbers = torch.tensor([10.0, 10.0625, 9.9375, -10.0, -10.0625, 0.0, torch.inf, -torch.inf])
+    with running_on(place) as device:
+        for dtype in DTYPES:
+            gate = torch.cat((numbers, numbers[:1])).to(device, dtype)[: 9 if odd else 8].requires_grad_()
+            up = gate.detach().flip(0).clone().requires_grad_()
+            copies = [t.detach().double().cpu().requires_grad_() for t in (gate, up)]
+            y, want = glu(gate, up, act=act, limit=10.0), plain_glu(*copies, None, act, 10.0)
+            y.backward(torch.ones_like(y))
+            want.backward(torch.ones_like(want))
+            finite = [torch.isfinite(t.grad) & torch.isfinite(want) for t in copies]
+            for got, other, keep in zip((gate.grad, up.grad), copies, finite, strict=True):
+                assert_close(got[keep.to(device)], other.grad[keep], c=64.0, what=f"{act} {dtype}")
+            assert not up.grad[(up.detach().abs() > 10.0) & finite[1].to(device)].any()
+            assert not gate.grad[gate.detach() > 10.0].any()
+            spoiled = glu(torch.tensor([torch.nan, 1.0]).to(device, dtype), limit=10.0, act=act)
+            assert spoiled.isnan().all()
+
+
+def test_limits_of_other_activations_are_refused() -> None:
+    x = torch.ones(2, 4)
+    for options, text in (
+        ({"act": "relu", "limit": 7.0}, "limit is 7.0 with act 'relu'; expected None, or act 'silu' or 'swiglu_oai'"),
+        ({"limit": 0.0}, "limit is 0.0; expected a number above 0, or None"),
+        ({"limit": -1}, "limit is -1; expected a number above 0, or None"),
+        ({"limit": math.nan}, "limit is nan"),
+        ({"limit": "10"}, "limit is '10'"),
+        ({"limit": 10.0, "layout": "interleaved"}, "limit is 10.0; expected None with layout"),
+        ({"limit": 10.0, "out": torch.empty(2, 2)}, "limit is 10.0; expected None with layout"),
+    ):
+        with pytest.raises(rtkernels.ArgumentError, match=text):
+            glu(x, **options)
+
+
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
     for case in ("merged", "weight", "odd"):

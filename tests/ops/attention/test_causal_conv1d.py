@@ -27,7 +27,8 @@ def exact(
     x: Tensor, weight: Tensor, bias: Tensor, states: Tensor, ends: list[int], silu: bool
 ) -> tuple[Tensor, Tensor]:
     """Sequence by sequence of packed tokens, in float64."""
-    taps, columns, outs, finals = weight.shape[1], states.shape[2], [], []
+    taps, columns, finals = weight.shape[1], states.shape[2], []
+    outs = [x.new_zeros(ends[0], x.shape[1])]
     for b, (first, end) in enumerate(pairwise(ends)):
         rows = torch.cat((x.new_zeros(taps, x.shape[1]), states[b].t(), x[first:end]))
         begin, length = rows.shape[0] - (end - first), end - first
@@ -44,6 +45,11 @@ CASES = {
     "fp32": (20, 24, 2, 2, [0, 5, 18], FP32, True),
     "batch": (34, 16, 4, 3, None, FP32, True),
     "short": (4, 8, 4, 4, [0, 1, 2, 4], FP32, False),
+    "five taps": (45, 10, 5, 5, [0, 1, 2, 19, 40], BF16, False),
+    "six taps": (53, 3, 6, 5, [0, 4, 4, 53], FP16, True),
+    "seven taps": (40, 70, 7, 7, None, FP32, True),
+    "eight taps": (150, 12, 8, 7, [0, 6, 13, 14, 148], FP32, True),
+    "eight taps, few rows": (12, 6, 8, 8, [1, 2, 5, 12], FP32, False),
 }
 
 
@@ -91,8 +97,9 @@ def emulated_coverage() -> None:
 @at()
 def test_steps_are_the_whole(place: str) -> None:
     with running_on(place) as device:
-        for columns in (3, 4):
-            x, weight, bias = random(2, 5, 24, device=device), random(24, 4, device=device), random(24, device=device)
+        for taps, columns in ((4, 3), (4, 4), (5, 4), (6, 6), (7, 7), (8, 7), (8, 8)):
+            x, bias = random(2, 5, 24, device=device), random(24, device=device)
+            weight = random(24, taps, seed=1, device=device)
             state = random(2, 24, columns, seed=3, device=device)
             want, final = causal_conv1d(x, weight, bias, initial_state=state, return_state=True)
             got = torch.stack([causal_conv1d_step(x[:, t], weight, bias, state) for t in range(5)], 1)
@@ -146,7 +153,7 @@ _X, _W = torch.ones(2, 5, 8), torch.ones(8, 4)
 test_errors_on_the_cpu, test_errors_in_the_launchers = error_tests(
     {
         "dimensions": (lambda: causal_conv1d(_X[0], _W), r"x has shape \(5, 8\); expected 3 dimensions"),
-        "taps": (lambda: causal_conv1d(_X, torch.ones(8, 5)), r"weight has shape \(8, 5\); expected \(8, taps\)"),
+        "taps": (lambda: causal_conv1d(_X, torch.ones(8, 9)), r"shape \(8, 9\); expected \(8, taps\).* 2 to 8"),
         "bias": (lambda: causal_conv1d(_X, _W, torch.ones(7)), r"bias has shape \(7,\); expected \(8,\)"),
         "state": (
             lambda: causal_conv1d(_X, _W, initial_state=torch.ones(2, 8, 2)),
