@@ -125,9 +125,7 @@ class AdamW(Stepping):
         params = [p for group in self.param_groups for p in group["params"]]
         groups = [exported.group_of(group, to) for group in own["param_groups"]]
         kinds = {i: group["state"] for group in own["param_groups"] for i in group["params"]}
-        states = {
-            i: {**state, **exported.moments_of(params[i], state, kinds[i], to)} for i, state in own["state"].items()
-        }
+        states = exported.states_of(params, own["state"], kinds, to)
         return {**own, "param_groups": groups, "state": states}
 
     def _launch(

@@ -18,9 +18,16 @@ _OF_TORCH = {"amsgrad": False, "foreach": None, "capturable": False, "differenti
 KINDS = {"torch": "fp32", "bitsandbytes": "8bit", "torchao": None}  # what moments become; None: stay
 
 
-def moments_of(p: Tensor, state: dict[str, Any], kind: str, to: str) -> dict[str, Any]:
-    """Return the moments of a parameter, of this kind, as another library keeps them."""
-    return _for_torchao(p, state, kind) if to == "torchao" else moments.loaded(p, state, KINDS[to])
+def states_of(params: list[Tensor], states: dict[int, dict[str, Any]], kinds: dict[int, str], to: str) -> dict[int, Any]:
+    """Return the states of parameters, by index, as another library keeps them."""
+    steps = [state["step"].item() for state in states.values()]
+    result = {}
+    for (i, state), step in zip(states.items(), steps, strict=True):
+        found = {"step": int(step)} if to == "bitsandbytes" else {"step": torch.tensor(step, dtype=torch.float32)}
+        p, kind = params[i], kinds[i]
+        found |= _for_torchao(p, state, kind) if to == "torchao" else moments.loaded(p, state, KINDS[to])
+        result[i] = found | ({"master": state["master"].clone()} if "master" in state else {})
+    return result
 
 
 def group_of(group: dict[str, Any], to: str) -> dict[str, Any]:
