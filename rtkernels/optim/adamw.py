@@ -36,10 +36,10 @@ class AdamW(Stepping):
     ``state="8bit"`` it is that of ``bitsandbytes.optim.AdamW8bit`` (``state1``, ``absmax1``, ``qmap1``, ...), so state
     dicts can be exchanged in both directions; ``export_state_dict`` converts states for torch and TorchAO. A state dict
     of any kind can be loaded, including those of ``torch.optim.AdamW`` without amsgrad and of TorchAO's optimizers with
-    8, 4 and fp8 bits. Codes of 4 bits are TorchAO's, two in an int8 element, in the order of memory. Master weights that
-    it does not have are initialised from the parameters, as at the first step. If parameters are overwritten later, the
-    next step restores them from the master weights: load the optimizer's state as well, or delete
-    ``state[p]["master"]``.
+    8 bits, 4 bits and fp8. Codes of 4 bits are TorchAO's, two in an int8 element, in the order of memory. Master
+    weights that it does not have are initialised from the parameters, as at the first step. If parameters are
+    overwritten later, the next step restores them from the master weights: load the optimizer's state as well, or
+    delete ``state[p]["master"]``.
 
     Args:
         params: Parameters or parameter groups, bfloat16, float16 or float32. Each parameter and gradient is contiguous
@@ -102,9 +102,9 @@ class AdamW(Stepping):
 
         `"torch"` has fp32 moments, for ``torch.optim.AdamW``, and for an optimizer of ours on another number of
         processes: a checkpoint of DTensors can be loaded in other shards, which codes and their scales cannot.
-        `"bitsandbytes"` is for ``AdamW8bit``. `"torchao"` is for ``AdamW8bit``, ``AdamWFp8`` or ``AdamW4bit``, whichever
-        the `state` of the group is, and needs TorchAO. Its learning rates are tensors. Where TorchAO has no codes (a
-        shard under 4096 elements, or a last block that is short) moments are fp32.
+        `"bitsandbytes"` is for ``AdamW8bit``. `"torchao"` is for ``AdamW8bit``, ``AdamWFp8`` or ``AdamW4bit``,
+        whichever the `state` of the group is, and needs TorchAO. Its learning rates are tensors. Where TorchAO has no
+        codes (a shard under 4096 elements, or a last block that is short) moments are fp32.
 
         Codes and scales are kept to the bit where the other library has the same kind and blocks, otherwise they are
         decoded and encoded again. Waits for the device.

@@ -18,7 +18,9 @@ _OF_TORCH = {"amsgrad": False, "foreach": None, "capturable": False, "differenti
 KINDS = {"torch": "fp32", "bitsandbytes": "8bit", "torchao": None}  # what moments become; None: stay
 
 
-def states_of(params: list[Tensor], states: dict[int, dict[str, Any]], kinds: dict[int, str], to: str) -> dict[int, Any]:
+def states_of(
+    params: list[Tensor], states: dict[int, dict[str, Any]], kinds: dict[int, str], to: str
+) -> dict[int, Any]:
     """Return the states of parameters, by index, as another library keeps them."""
     steps = [state["step"].item() for state in states.values()]
     result = {}

@@ -221,7 +221,9 @@ def test_exports_are_what_torchao_had(recorded_torchao: None, kind: str) -> None
         codes, scales, first, crc, first_scales = RECORDED[kind, name]
         assert type(found) is CLASSES[kind] and found.shape == p.shape
         raw = found.codes.view(torch.uint8).flatten()
-        assert found.codes.shape == codes and found.codes.dtype == (torch.uint8 if kind != "fp8" else torch.float8_e4m3fn)
+        assert found.codes.shape == codes and found.codes.dtype == (
+            torch.uint8 if kind != "fp8" else torch.float8_e4m3fn
+        )
         assert raw[:16].tolist() == first and zlib.crc32(raw.numpy().tobytes()) == crc
         assert found.scale.shape == scales and found.scale[:3].tolist() == pytest.approx(first_scales, rel=1e-6)
         if kind != "fp8":
@@ -259,7 +261,11 @@ def _raw(t: Tensor) -> Tensor:
 def test_permuted_parameters_and_short_blocks(recorded_torchao: None, kind: str) -> None:
     """TorchAO's blocks are of rows, ours of memory; it has no codes for a last block that is short."""
     base = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    for p in (Parameter(base.t().contiguous().t()), Parameter(base[:33].contiguous()), Parameter(base.flatten()[:4097])):
+    for p in (
+        Parameter(base.t().contiguous().t()),
+        Parameter(base[:33].contiguous()),
+        Parameter(base.flatten()[:4097]),
+    ):
         ours = AdamW([p], state=kind)
         p.grad = torch.empty_like(p).copy_(p.detach() * 0.1)
         ours.step()
@@ -276,7 +282,7 @@ def test_torchao_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = stepped("8bit")
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ArgumentError, match="torchao.optim cannot be imported; install torchao"):
+    with pytest.raises(ArgumentError, match=r"torchao\.optim cannot be imported; install torchao"):
         ours.export_state_dict("torchao")
 
 
@@ -292,7 +298,10 @@ def test_state_dicts_that_cannot_be_converted() -> None:
         ({"absmax1": torch.ones(1, 32)}, r"scales of a state dict have shape \(1, 32\); expected one dimension"),
         ({"state2": None}, "expected two moments"),
         ({"state1": torch.ones(8192, dtype=torch.int8)}, r"packed codes of a state dict have shape \(8192,\)"),
-        ({"state1": torch.ones(3, dtype=torch.uint8), "absmax1": torch.ones(1)}, r"has shape \(3,\); expected \(64, 128\)"),
+        (
+            {"state1": torch.ones(3, dtype=torch.uint8), "absmax1": torch.ones(1)},
+            r"has shape \(3,\); expected \(64, 128\)",
+        ),
         ({"qmap1": torch.ones(256)}, "qmap1 of a state dict is another map"),
     ):
         state = ours.state_dict()
@@ -311,7 +320,9 @@ def test_state_dicts_that_cannot_be_converted() -> None:
 def test_a_kind_that_is_changed_between_steps() -> None:
     params, ours = stepped("8bit")
     ours.param_groups[0]["state"] = "4bit"
-    with pytest.raises(ArgumentError, match="state is '4bit', and a parameter has step, state1.*load_state_dict converts"):
+    with pytest.raises(
+        ArgumentError, match=r"state is '4bit', and a parameter has step, state1.*load_state_dict converts"
+    ):
         ours.step()
     saved = ours.state_dict()
     ours.load_state_dict(saved)

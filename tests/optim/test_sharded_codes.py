@@ -93,7 +93,9 @@ def _changing_shards(mesh: Any, path: str) -> None:
                 again = AdamW([_parameter(shape, target)], state=kind)
                 (r,) = again.param_groups[0]["params"]
                 if (source is shared) and target is None and kind == "4bit":
-                    with pytest.raises(ArgumentError, match=r"packed codes of a state dict have shape .* expected that"):
+                    with pytest.raises(
+                        ArgumentError, match=r"packed codes of a state dict have shape .* expected that"
+                    ):
                         again.load_state_dict(source.state_dict())
                     saved = source.export_state_dict("torch")
                     saved["param_groups"][0]["state"] = kind

@@ -22,7 +22,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 # As in cuda_src/multi/lane_moments.cuh and multi_moments.cu.
 STATES = {torch.float32: 0, torch.uint8: 1, torch.float8_e4m3fn: 2, torch.int8: 3, torch.bfloat16: 4}
 ADAMW, LION = 0, 1
-_RESIDENT = {(ADAMW, 0): 3, (ADAMW, 1): 2, (ADAMW, 2): 2, (ADAMW, 3): 2, (LION, 0): 3, (LION, 1): 2, (LION, 4): 3}
+_RESIDENT = {(ADAMW, 0): 3, (ADAMW, 1): 2, (ADAMW, 2): 2, (ADAMW, 3): 2, (LION, 0): 2, (LION, 1): 2, (LION, 4): 3}
 
 KERNEL = Kernel(
     "multi/multi_moments.cu", "multi_moments", template="RULE STATE RESIDENT", max_registers=128,
@@ -131,7 +131,7 @@ def write(
     weight: Tensor, full: Tensor, moments: Sequence[tuple[Tensor, Tensor, Tensor | None, bool]], copy: Tensor | None,
     origin: Tensor, step: Tensor, seed: int, stochastic: bool,
 ) -> None:  # fmt: skip
-    """Write the results of a step of one tensor, each given in the order of memory: ``(moment, new, scale, signed)``."""
+    """Write the results of a step of one tensor, in the order of memory; moments: ``(moment, new, scale, signed)``."""
     values = []
     for moment, new, scale, signed in moments:
         if scale is not None:
