@@ -12,7 +12,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi import multi_muon
 from rtkernels.ops.multi.multi_muon import APPLY, MOMENTUM
-from rtkernels.optim import muon_shards
+from rtkernels.optim import moments, muon_shards
 from rtkernels.optim.adamw import AdamW
 from rtkernels.optim.muon_iteration import QUINTIC, Coefficients, orthogonalize_, schedule
 from rtkernels.runtime.layout import FLOAT_DTYPES
@@ -131,7 +131,7 @@ class Muon(AdamW):
             if i in known:
                 names = ("momentum_buffer", *(("master",) if p.dtype != torch.float32 else ()))
                 found = {name: known[i][name] for name in names if name in known[i]}
-                self.state[p] = {name: torch.empty_like(p, dtype=torch.float32).copy_(v) for name, v in found.items()}
+                self.state[p] = {name: moments.copied(p, value) for name, value in found.items()}
 
     def _step_group(self, group: dict[str, Any]) -> None:
         if not group["use_muon"]:

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits and without master weights: codes, random rounding, and states of other libraries."""
+"""AdamW with moments of 8 and 4 bits, without master weights: codes, random rounding, states of other libraries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.multi import dynamic_codes, multi_adamw_codes
-from rtkernels.optim import AdamW
+from rtkernels.optim import AdamW, moments
 
-KINDS = ("fp32", "8bit", "fp8")
+KINDS = ("fp32", "8bit", "fp8", "4bit")
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -38,6 +38,12 @@ def lists(kind: str, weight: torch.dtype, grad: torch.dtype, copies: bool, first
     origins = [torch.tensor([i, first]) for i, _ in enumerate(sizes)]
     low = [w.bfloat16() for w in weights] if copies else []
     return [weights, some(grad, 1e-2), *moments, steps, origins, *scales, low]
+
+
+def codes_of(moment: Tensor) -> Tensor:
+    """Codes as numbers, also those that share bytes."""
+    codes = moment.view(torch.uint8).int()
+    return torch.stack([codes >> 4, codes & 15]) if moment.dtype == torch.int8 else codes
 
 
 NUMBERS = (None, None, None, 1e-2, 0.9, 0.95, 1e-8, 0.1, False)
@@ -64,8 +70,8 @@ def test_kernels_are_the_reference(place, kind, weight, grad, stochastic, copies
     for index, (one, other) in enumerate(zip(ours, expected, strict=True)):
         for x, y in zip(one, other, strict=True):
             x = x.cpu()
-            if x.dtype in (torch.uint8, torch.float8_e4m3fn):  # a rounding error moves a few codes to the next
-                distance = (x.view(torch.uint8).int() - y.view(torch.uint8).int()).abs()
+            if x.dtype in dynamic_codes.KIND_OF:  # a rounding error moves a few codes to the next
+                distance = (codes_of(x) - codes_of(y)).abs()
                 assert distance.max() <= 1 and (distance > 0).float().mean() < 0.01
             else:
                 size = y.float().abs().max()
@@ -85,14 +91,80 @@ def test_the_map(signed) -> None:
     torch.testing.assert_close(dynamic_codes.decode(codes, scale, signed), values * 3.0, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["8bit", "fp8"])
+def test_the_maps_of_4_bits() -> None:
+    first, second = (dynamic_codes.code_map("4bit", signed) for signed in (True, False))
+    magnitudes = torch.tensor([0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875])
+    torch.testing.assert_close(first, torch.cat([-magnitudes.flip(0), torch.zeros(1), magnitudes, torch.ones(1)]))
+    assert torch.equal(second * 16, torch.arange(1.0, 17))
+    for values, signed in ((first, True), (second, False)):
+        codes, scale = dynamic_codes.encode(values * 3.0, "4bit", signed)
+        expected = torch.arange(16, dtype=torch.uint8)
+        assert torch.equal(codes.view(torch.uint8), expected[::2] << 4 | expected[1::2]) and scale.tolist() == [3.0]
+        torch.testing.assert_close(dynamic_codes.decode(codes, scale, signed), values * 3.0, rtol=1e-6, atol=0)
+    odd = torch.tensor([1.0, -0.5, 0.25])
+    codes, scale = dynamic_codes.encode(odd, "4bit", True)
+    assert codes.shape == (2,) and dynamic_codes.decode(codes, scale, True, 3).shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["8bit", "fp8", "4bit"])
 def test_zeros_nan_and_short_blocks(kind) -> None:
     x = torch.zeros(600)
     codes, scale = dynamic_codes.encode(x, kind, True)
-    assert scale.shape == (3,) and not dynamic_codes.decode(codes, scale, True).any()
+    block = dynamic_codes.BLOCKS[kind]
+    assert scale.shape == (-(-600 // block),) and not dynamic_codes.decode(codes, scale, True).any()
     x[300] = float("nan")
     codes, scale = dynamic_codes.encode(x, kind, True)
-    assert scale.isnan().tolist() == [False, True, False]
+    assert scale.isnan().nonzero().tolist() == [[300 // block]]
+
+
+@at("sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_gradients(place, kind) -> None:
+    """NaN and infinities stay within the elements that share a scale, and reach the weights."""
+    with running_on(place) as device:
+        p = Parameter(torch.ones(4099, device=device).bfloat16())
+        optimizer = AdamW([p], state=kind, master=False)
+        for step in range(2):
+            p.grad = torch.ones_like(p)
+            p.grad[0], p.grad[300], p.grad[4098] = (1.0, 1.0, 1.0) if step else (float("nan"), float("inf"), 0.0)
+            optimizer.step()
+    block = dynamic_codes.BLOCKS.get(kind, 1)
+    odd = ~p.detach().isfinite().cpu()
+    assert odd[0] and odd[300] and not odd[3 * block + 512 :].any()
+    if kind == "fp32":
+        assert odd.sum() == 2
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("zeros", (True, False))
+def test_eps_of_0_is_as_in_torch(place, zeros) -> None:
+    """Subnormal second moments divide as they are; 0 by 0 is NaN."""
+    with running_on(place) as device:
+        grad = torch.logspace(-22, -17, 64) * torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0)
+        if zeros:
+            grad[3:9] = 0.0
+        params = [Parameter(torch.ones(64, device=device)) for _ in range(2)]
+        for p, one in zip(params, (AdamW, torch.optim.AdamW), strict=True):
+            optimizer = one([p], lr=1e-2, eps=0.0)
+            for _ in range(3):
+                p.grad = grad.clone().to(p.device)
+                optimizer.step()
+    ours, theirs = (p.detach().cpu() for p in params)
+    assert torch.equal(ours.isnan(), theirs.isnan()) and ours.isnan().any() == zeros
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_eps_that_would_be_flushed_is_refused() -> None:
+    p = Parameter(torch.ones(5000))
+    with pytest.raises(ArgumentError, match=r"eps is 1e-40; expected 0 or at least 1\.2e-38"):
+        AdamW([p], eps=1e-40)
+    for kind in KINDS[1:]:
+        with pytest.raises(ArgumentError, match=f"eps is 0.0; expected at least 1e-15 with state='{kind}'"):
+            AdamW([p], eps=0.0, state=kind)
+    optimizer = AdamW([p], eps=0.0)
+    with pytest.raises(ArgumentError, match=r"eps is 0\.0"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "state": "4bit"})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_random_bits_depend_on_the_place_only() -> None:
@@ -128,7 +200,8 @@ def test_200_steps_against_fp32(kind, stochastic) -> None:
             p.grad = (p.detach().float() - target).to(B16)
             optimizer.step()
         losses.append((p.float() - target).square().mean().item())
-    assert losses[1] < 2 * losses[0] + 1e-3
+    # TorchAO's AdamW4bit ends at 0.075, too: no code stands for second moments that become small.
+    assert losses[1] < (0.09 if kind == "4bit" else 2 * losses[0] + 1e-3)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
@@ -197,8 +270,6 @@ def test_states_are_converted(kind, source) -> None:
         state["state"][0] = state["state"][0]
     target = AdamW([Parameter(p.detach().clone()) for p in params], lr=1e-2, state=kind)
     if source == "torchao":
-        from rtkernels.optim import moments
-
         loaded = moments.loaded(target.param_groups[0]["params"][0], state["state"][0], kind)
     else:
         target.load_state_dict(state)
@@ -206,12 +277,15 @@ def test_states_are_converted(kind, source) -> None:
         kind = target.param_groups[0]["state"]
         loaded = next(iter(target.state.values()))
     names = ("state1", "state2") if kind == "8bit" else ("exp_avg", "exp_avg_sq")
-    scales = {"8bit": ("absmax1", "absmax2"), "fp8": ("exp_avg_scale", "exp_avg_sq_scale")}.get(kind)
+    scales = moments.SCALES.get(kind)
     reference = next(iter(exact.state.values()))
     for i, name in enumerate(names):
-        value = loaded[name] if scales is None else dynamic_codes.decode(loaded[name], loaded[scales[i]], i == 0)
+        value = loaded[name]
+        if scales is not None:
+            value = dynamic_codes.decode(value, loaded[scales[i]], i == 0, value.numel() * (2 if kind == "4bit" else 1))
         whole = reference[("exp_avg", "exp_avg_sq")[i]]
-        assert ((value.float() - whole).norm() / whole.norm()) < 0.06
+        value = value.float().reshape(whole.shape)
+        assert ((value - whole).norm() / whole.norm()) < (0.2 if "4bit" in (kind, source) else 0.06)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,20 +310,24 @@ def test_states_of_other_layouts_are_converted(kind, source, layouts) -> None:
     after.load_state_dict(state)
     for i, name in enumerate(("exp_avg", "exp_avg_sq")):
         found = after.state[other][f"state{i + 1}" if kind == "8bit" else name]
-        assert found.stride() == other.stride()
+        assert kind == "4bit" or found.stride() == other.stride()
         if kind != "fp32":
             scale = after.state[other][f"absmax{i + 1}" if kind == "8bit" else f"{name}_scale"]
             decoded = torch.empty_like(other, dtype=F32).detach()
-            dynamic_codes.fill_memory(decoded, dynamic_codes.decode(dynamic_codes.in_memory(found), scale, i == 0))
+            flat = dynamic_codes.in_memory(found)
+            dynamic_codes.fill_memory(decoded, dynamic_codes.decode(flat, scale, i == 0))
             found = decoded
         wanted = next(iter(exact.state.values()))[name]
-        assert (found - wanted).norm() < 0.06 * wanted.norm()
+        if "4bit" in (kind, source):
+            assert torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.8
+        else:
+            assert (found - wanted).norm() < 0.06 * wanted.norm()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"state": "4bit"}, "state is '4bit'"),
+        ({"state": "bf16"}, "state is 'bf16'; expected 'fp32', '8bit', 'fp8', '4bit'"),
         ({"master": 1}, "master is 1"),
         ({"stochastic": True}, "stochastic is True, and so is master"),
         ({"master": False, "stochastic": True, "seed": -1}, "seed is -1"),

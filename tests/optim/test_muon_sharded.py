@@ -1,4 +1,4 @@
-"""Muon on DTensors, two processes on gloo: owners compute whole matrices; AdamW's 8-bit moments on shards."""
+"""Muon on DTensors, two processes on gloo: owners compute whole matrices; AdamW's coded moments on shards."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _muon(rank: int, mesh: Any) -> None:
 def _adamw(rank: int, mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    for kind in ("fp32", "8bit", "fp8"):
+    for kind in ("fp32", "8bit", "fp8", "4bit"):
         # 130 rows of 64: shards of 4160 elements, which are no whole blocks of 256.
         whole = torch.randn(130, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
         alone, shared = Parameter(whole.clone()), Parameter(distribute_tensor(whole, mesh, [Shard(0)]))

@@ -33,10 +33,10 @@ def _joined(rank: int, checks: Sequence[Check], path: str) -> None:
         dist.destroy_process_group()
 
 
-def spawn(function: Callable[..., None], *args: Any) -> None:
-    """Run ``function(rank, *args)`` in two processes, forked from one that has imported what most of them need."""
+def spawn(function: Callable[..., None], *args: Any, world: int = WORLD) -> None:
+    """Run ``function(rank, *args)`` in processes, forked from one that has imported what most of them need."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(function, args=args, nprocs=WORLD, start_method="forkserver")
+    torch.multiprocessing.start_processes(function, args=args, nprocs=world, start_method="forkserver")
 
 
 def run_in_processes(checks: Sequence[Check], path: Any) -> None:

@@ -167,9 +167,40 @@ def _adamw_codes(**lists: Any) -> None:
     multi_adamw_codes.STEP(*lists.values(), [], None, None, None, *numbers)
 
 
+def _lion_inputs(low: bool):
+    def make(device: str, generator: torch.Generator) -> dict[str, Any]:
+        given = _adamw_inputs(low)(device, generator)
+        kept = {name: given[name] for name in ("weights", "grads", "exp_avgs", "steps", "copies")}
+        return kept | {"origins": [torch.tensor([i, 0], device=device) for i in range(_ADAMW_TENSORS)]}
+
+    return make
+
+
+def _lion(weights, grads, exp_avgs, steps, copies, origins) -> None:
+    from rtkernels.ops.multi import multi_lion
+
+    numbers = (_RATE, 0.9, 0.99, _DECAY, False, 0, False)
+    multi_lion.STEP(weights, grads, exp_avgs, origins, steps, [], copies, None, None, None, *numbers)
+
+
+def _foreach_lion(weights, grads, exp_avgs, steps, copies, origins) -> None:
+    if copies:
+        grads = [g.float() for g in grads]
+    torch._foreach_add_(steps, 1.0)
+    torch._foreach_mul_(weights, 1 - _RATE * _DECAY)
+    signs = torch._foreach_sign(torch._foreach_lerp(exp_avgs, grads, 1 - 0.9))
+    torch._foreach_add_(weights, signs, alpha=-_RATE)
+    torch._foreach_lerp_(exp_avgs, grads, 1 - 0.99)
+    if copies:
+        torch._foreach_copy_(copies, weights)
+
+
 def _bf16_adamw(weights, grads, exp_avgs, exp_avg_sqs, steps, **_: Any) -> None:
-    """torch's fused step with bfloat16 moments of its own: 14 bytes per parameter instead of 10."""
-    firsts, seconds = ([t.bfloat16() for t in moments] for moments in (exp_avgs, exp_avg_sqs))
+    """torch's fused step with bfloat16 moments of its own: 14 bytes per parameter instead of 10 or 8."""
+    if exp_avgs[0].shape == weights[0].shape:
+        firsts, seconds = ([t.bfloat16() for t in moments] for moments in (exp_avgs, exp_avg_sqs))
+    else:  # two codes in a byte
+        firsts, seconds = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     torch._fused_adamw_(
         weights, grads, firsts, seconds, [], steps, lr=_RATE, beta1=_BETAS[0], beta2=_BETAS[1], weight_decay=_DECAY,
         eps=_EPS, amsgrad=False, maximize=False,
@@ -215,13 +246,23 @@ def rows() -> Iterator[Row]:
             exact=lambda **lists: torch.ones(1),
             fused=_stepping(_fused_adamw),
         )
-    for name, kind in (("adamw_8bit", "8bit"), ("adamw_fp8", "fp8")):
+    for name, low in (("lion_master", True), ("lion_fp32", False)):
+        yield Row(
+            name,
+            f"{_ADAMW_TENSORS}x{_ADAMW_SIZE}",
+            _lion_inputs(low),
+            _stepping(_lion),
+            _stepping(_foreach_lion),
+            20 * _ADAMW_TENSORS * _ADAMW_SIZE,
+            exact=lambda **lists: torch.ones(1),
+        )
+    for name, kind, size in (("adamw_8bit", "8bit", 10), ("adamw_fp8", "fp8", 10), ("adamw_4bit", "4bit", 8)):
         yield Row(
             name,
             f"{_ADAMW_TENSORS}x{_ADAMW_SIZE}",
             _codes_inputs(kind),
             _stepping(_adamw_codes),
             _stepping(_bf16_adamw),
-            10 * _ADAMW_TENSORS * _ADAMW_SIZE,
+            size * _ADAMW_TENSORS * _ADAMW_SIZE,
             exact=lambda **lists: torch.ones(1),
         )

@@ -1,4 +1,4 @@
-"""8-bit moments of an optimizer in plain torch: the dynamic map, codes, scales per 256 elements, random bits."""
+"""Moments of an optimizer as codes, in plain torch: maps of 8 and 4 bits, scales of blocks, random bits."""
 
 from __future__ import annotations
 
@@ -8,33 +8,48 @@ import numpy
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements that share a scale
+BLOCKS = {"8bit": 256, "fp8": 256, "4bit": 128}  # elements that share a scale
+CODES = {"8bit": torch.uint8, "fp8": torch.float8_e4m3fn, "4bit": torch.int8}  # int8: two codes of 4 bits
+KIND_OF = {dtype: kind for kind, dtype in CODES.items()}
 FP8_MAX = 448.0
 
 
 @cache
-def dynamic_map(signed: bool) -> Tensor:
-    """Return the values of the 256 codes in ascending order, fp32 on the CPU: seven decades up to 1, and 0 and 1.
+def dynamic_map(signed: bool, bits: int = 8) -> Tensor:
+    """Return the values of all codes in ascending order, fp32 on the CPU: ``bits - 1`` decades up to 1, and 0 and 1.
 
     The map of bitsandbytes (``create_dynamic_map``): 2^i cells in decade i, twice as many if there are no signs.
     """
     values = [0.0, 1.0]
-    for decade in range(7):
+    for decade in range(bits - 1):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1, device="cpu", dtype=torch.float32)
         middles = ((edges[:-1] + edges[1:]) / 2).tolist()
-        values += [10.0 ** (decade - 6) * middle for middle in middles]
-        values += [-(10.0 ** (decade - 6)) * middle for middle in middles] if signed else []
+        values += [10.0 ** (decade - bits + 2) * middle for middle in middles]
+        values += [-(10.0 ** (decade - bits + 2)) * middle for middle in middles] if signed else []
     return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
-def blocks_of(count: int) -> int:
+@cache
+def code_map(kind: str, signed: bool) -> Tensor:
+    """Return the values of the codes of a kind. 4 bits without signs: sixteenths up to 1, as TorchAO has them; no 0."""
+    if kind == "8bit" or signed:
+        return dynamic_map(signed, 8 if kind == "8bit" else 4)
+    return torch.arange(1, 17, dtype=torch.float32, device="cpu") / 16
+
+
+def blocks_of(count: int, kind: str = "8bit") -> int:
     """Return how many scales a tensor of this many elements has."""
-    return -(-count // BLOCK)
+    return -(-count // BLOCKS[kind])
 
 
-def _blocks(x: Tensor) -> Tensor:
+def codes_of(count: int, kind: str) -> int:
+    """Return how many elements the codes of this many numbers have."""
+    return -(-count // 2) if kind == "4bit" else count
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
     flat = x.reshape(-1).float()
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).reshape(-1, BLOCK)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).reshape(-1, block)
 
 
 def in_memory(t: Tensor) -> Tensor:
@@ -49,8 +64,8 @@ def fill_memory(t: Tensor, values: Tensor) -> None:
 
 
 def encode(x: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes (uint8 or e4m3, in the order of x) and the scales of their blocks, fp32."""
-    blocks = _blocks(x)
+    """Return codes, in the order of x and for 4 bits in one dimension, and the scales of their blocks, fp32."""
+    blocks = _blocks(x, BLOCKS[kind])
     amax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
     scale = amax / FP8_MAX if kind == "fp8" else amax
     scale = torch.where(scale < 1e-36, torch.zeros_like(scale), scale)
@@ -58,19 +73,35 @@ def encode(x: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
     if kind == "fp8":
         codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     else:
-        values = dynamic_map(signed).to(x.device)
+        values = code_map(kind, signed).to(x.device)
         codes = torch.bucketize(scaled, (values[:-1].double() + values[1:].double()).div(2).float()).to(torch.uint8)
-    return codes.reshape(-1)[: x.numel()].reshape(x.shape), scale
+    codes = codes.reshape(-1)
+    if kind == "4bit":
+        return (codes[::2] << 4 | codes[1::2])[: codes_of(x.numel(), kind)].view(torch.int8), scale
+    return codes[: x.numel()].reshape(x.shape), scale
 
 
-def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 numbers of codes."""
-    if codes.dtype == torch.uint8:
-        values = dynamic_map(signed).to(codes.device)[codes.reshape(-1).long()]
+def decode(codes: Tensor, scale: Tensor, signed: bool, count: int | None = None, block: int | None = None) -> Tensor:
+    """Return the fp32 numbers of codes.
+
+    Args:
+        codes: As ``encode`` returns them; the dtype says of which kind they are.
+        scale: One number per block.
+        signed: As for ``encode``.
+        count: How many numbers two codes of 4 bits in a byte stand for; the result has one dimension then.
+        block: Elements of a block, if others than ``encode`` has.
+    """
+    kind, flat, shape = KIND_OF[codes.dtype], codes.reshape(-1), codes.shape
+    if kind == "4bit":
+        flat = flat.view(torch.uint8)
+        flat = torch.stack([flat >> 4, flat & 15], 1).reshape(-1)[:count]
+        shape = flat.shape
+    if kind == "fp8":
+        values = flat.float()
     else:
-        values = codes.reshape(-1).float()
-    blocks = _blocks(values) * scale[:, None]
-    return blocks.reshape(-1)[: codes.numel()].reshape(codes.shape)
+        values = code_map(kind, signed).to(codes.device)[flat.long()]
+    blocks = _blocks(values, block or BLOCKS[kind]) * scale[:, None]
+    return blocks.reshape(-1)[: flat.numel()].reshape(shape)
 
 
 def random_bits(seed: int, stream: int, step: int, first: int, count: int) -> Tensor:

@@ -95,7 +95,7 @@ def _reference(
             new_v = beta2 * v + (1 - beta2) * g * g
             bias1, bias2 = 1 - beta1**count, 1 - beta2**count
             denominator = new_v.sqrt() * (1 / bias2.sqrt()).float() + eps
-            keep, size = _single(1 - rate * weight_decay), (rate / bias1).float()
+            keep, size = single(1 - rate * weight_decay), (rate / bias1).float()
             new_w = w * keep - size * new_m / denominator
             for old, new in ((w, new_w), (m, new_m), (v, new_v), (step, step + 1)):
                 old.copy_(new if skip is None else torch.where(skip, old, new))
@@ -104,7 +104,8 @@ def _reference(
                 low.copy_(w if skip is None else torch.where(skip, low, w.to(low.dtype)))
 
 
-def _single(number: float | Tensor) -> float | Tensor:
+def single(number: float | Tensor) -> float | Tensor:
+    """Return a number as one that multiplies fp32 tensors."""
     return number.float() if isinstance(number, Tensor) else number
 
 

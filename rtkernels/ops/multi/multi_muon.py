@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.multi.multi_adamw import Lists
+from rtkernels.ops.multi.multi_adamw import Lists, single
 from rtkernels.ops.multi.multi_tables import THREADS, Table, check_one, check_together
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.tables import Tables
@@ -68,14 +68,10 @@ def apply_reference(weights, directions, copies, lr_by, lr, factor, decay) -> No
     with torch.no_grad():
         rate = lr if lr_by is None else lr_by.double().reshape(())
         for i, (w, x) in enumerate(zip(weights, directions, strict=True)):
-            new = w.float() * _single(1 - rate * decay) - _single(rate * factor) * x.float()
+            new = w.float() * single(1 - rate * decay) - single(rate * factor) * x.float()
             w.copy_(new)
             if len(copies):
                 copies[i].copy_(new)
-
-
-def _single(number):
-    return number.float() if isinstance(number, torch.Tensor) else number
 
 
 MOMENTUM = Operator(

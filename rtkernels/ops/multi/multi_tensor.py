@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels import interop
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.multi import multi_adamw, multi_adamw_codes, multi_muon
+from rtkernels.ops.multi import multi_adamw, multi_adamw_codes, multi_lion, multi_moments, multi_muon
 from rtkernels.ops.multi import reference as plain
 from rtkernels.ops.multi.multi_tables import ONE, THREADS, TWO, Table, check_one
 from rtkernels.ops.multi.reference import LARGEST, MAGNITUDES, SQUARES, ZEROS, out_dtype
@@ -346,8 +346,9 @@ OP = Op(
         "tensor_list", "multi_norm", "multi_count_zeros", "multi_scale_", "multi_copy_", "multi_clip_norm_",
         "multi_clip_",
     ),
-    kernels=(_REDUCE, _FINISH, _SCALE, *multi_adamw.KERNELS, *multi_adamw_codes.KERNELS, *multi_muon.KERNELS),
+    kernels=(_REDUCE, _FINISH, _SCALE, *multi_adamw.KERNELS, *multi_moments.KERNELS, *multi_muon.KERNELS),
     torch_ops=(
-        REDUCE, SCALE, CLIP, COPY, multi_adamw.STEP, multi_adamw_codes.STEP, multi_muon.MOMENTUM, multi_muon.APPLY,
+        REDUCE, SCALE, CLIP, COPY, multi_adamw.STEP, multi_adamw_codes.STEP, multi_lion.STEP, multi_muon.MOMENTUM,
+        multi_muon.APPLY,
     ),
 )  # fmt: skip

@@ -224,7 +224,7 @@ def test_rows_agree_with_themselves() -> None:
     """Rows at a size the CPU can hold: the same functions on shrunken inputs."""
     g = torch.Generator().manual_seed(0)
     for row in rows_of(module.OP.name):
-        if row.name.startswith("adamw"):
+        if row.name.startswith(("adamw", "lion")):
             continue
         tensors = [torch.randn(50, generator=g) for _ in range(3)]
         tensors[0][::2] = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rtkernels.ops.multi import dynamic_codes, multi_adamw_codes
+from rtkernels.ops.multi import dynamic_codes, multi_adamw_codes, multi_lion
 from rtkernels.ops.multi.multi_adamw import STEP
 from rtkernels.ops.multi.multi_muon import APPLY, MOMENTUM
 from rtkernels.ops.multi.multi_tensor import CLIP, COPY, REDUCE, SCALE
@@ -25,6 +25,7 @@ def samples(device: str):
     yield COPY, ([torch.empty_like(t, dtype=torch.bfloat16) for t in mixed], mixed, None, 1.0)
     yield from adamw_samples(device)
     yield from codes_samples(device)
+    yield from lion_samples(device)
     yield from muon_samples(device)
 
 
@@ -47,7 +48,7 @@ def adamw_samples(device: str):
 
 
 def codes_samples(device: str):
-    """Arguments for one step of AdamW with moments of 32 and of 8 bits."""
+    """Arguments for one step of AdamW with moments of 32, 8 and 4 bits."""
     g = torch.Generator(device).manual_seed(2)
     sizes = (300, 3)
 
@@ -55,7 +56,7 @@ def codes_samples(device: str):
         return [torch.randn(size, generator=g, device=device).abs() for size in sizes]
 
     numbers = (1e-2, 0.9, 0.99, 1e-8, 0.1, False, 7)
-    for kind in ("fp32", "8bit"):  # opcheck multiplies what it is given, which fp8 tensors cannot
+    for kind in ("fp32", "8bit", "4bit"):  # opcheck multiplies what it is given, which fp8 tensors cannot
         steps = [torch.full((), 2.0, device=device) for _ in sizes]
         origins = [torch.tensor([i, 8], device=device) for i, _ in enumerate(sizes)]
         moments = [some(), some()]
@@ -66,6 +67,29 @@ def codes_samples(device: str):
         low = [t.bfloat16() for t in some()]
         lists = (low, some(), *moments, steps, origins, *scales, [])
         yield multi_adamw_codes.STEP, (*lists, None, None, None, *numbers, True)
+
+
+def lion_samples(device: str):
+    """Arguments for one step of Lion with moments of 32, 16 and 8 bits."""
+    g = torch.Generator(device).manual_seed(4)
+    sizes = (300, 3)
+
+    def some() -> list[torch.Tensor]:
+        return [torch.randn(size, generator=g, device=device) for size in sizes]
+
+    one = torch.ones((), device=device)
+    for kind in ("fp32", "bf16", "8bit"):
+        origins = [torch.tensor([i, 8], device=device) for i, _ in enumerate(sizes)]
+        steps = [torch.full((), 2.0, device=device) for _ in sizes]
+        averages, scales = some(), []
+        if kind == "bf16":
+            averages = [t.bfloat16() for t in averages]
+        if kind == "8bit":
+            pairs = [dynamic_codes.encode(t, kind, True) for t in averages]
+            averages, scales = ([pair[k] for pair in pairs] for k in (0, 1))
+        low = [t.bfloat16() for t in some()]
+        lists = (low, some(), averages, origins, steps, scales, [])
+        yield multi_lion.STEP, (*lists, one * 0.1, one * 4, one * 0, 1e-2, 0.9, 0.99, 0.1, False, 7, True)
 
 
 def muon_samples(device: str):
