@@ -200,7 +200,7 @@ def _by_blas(
         eps, offset = _numbers(norm)
         x = rtkernels.rms_norm(x, norm.weight, eps=eps, offset=offset)
     rows = x.reshape(-1, x.shape[-1])
-    if residual is not None and bias is None:
+    if residual is not None and bias is None and act is None:
         result = torch.addmm(residual.reshape(-1, weight.shape[0]), rows, weight.t(), alpha=factor)
     else:
         result = nn.functional.linear(rows, weight, bias)
@@ -208,7 +208,9 @@ def _by_blas(
             result = rtkernels.glu(result, act=act)
         if residual is not None:
             result = torch.add(residual.reshape(result.shape), result, alpha=factor)
-    return result.view(*x.shape[:-1], -1)
+        elif factor != 1.0:
+            result = result * factor
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def _numbers(norm: nn.Module) -> tuple[float, float]:
