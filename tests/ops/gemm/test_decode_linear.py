@@ -77,7 +77,7 @@ def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: boo
         exact = exact.relu()
     exact, slack = exact * factor, slack * abs(factor)
     exact = exact if residual is None else exact + residual.double()
-    arguments = (x, codes, scale, biases, residual, norm_weight, packed, act, gated, False, 1e-6, 1.0, factor)
+    arguments = (x, codes, scale, biases, residual, norm_weight, None, packed, act, gated, False, 1e-6, 1.0, factor)
     return arguments, exact, slack + exact.abs() * torch.finfo(dtype).eps * 0.51 + 1e-30
 
 
@@ -209,10 +209,10 @@ def test_behind_another_kernel(constant: bool) -> None:
     """Weights may be loaded while the kernel before is still running, nothing else."""
     arguments, exact, error = case("16bit", 2, 40, 256, norm=True, add=True)
     x, *others = arguments
-    others[8] = constant
+    others[9] = constant
     with rtkernels.emulate("sm_90"):
         first = FORWARD.call(
-            x, torch.eye(256).to(BF16), None, None, None, None, None, None, False, constant, 0.0, 0.0, 1.0
+            x, torch.eye(256).to(BF16), None, None, None, None, None, None, None, False, constant, 0.0, 0.0, 1.0
         )
         out = FORWARD.call(first, *others)
     assert ((out.double() - exact).abs() <= error).all()
@@ -225,7 +225,7 @@ def test_special_values(place: str) -> None:
         x[1, 3] = torch.inf
         w = torch.zeros(9, 64, dtype=BF16, device=device)
         w[4, 5], w[0] = torch.nan, 1.0
-        out = FORWARD.call(x, w, None, None, None, None, None, None, False, False, 0.0, 0.0, 1.0)
+        out = FORWARD.call(x, w, None, None, None, None, None, None, None, False, False, 0.0, 0.0, 1.0)
         assert out[0, 0] == 64 and out[1, 0] == torch.inf and out[0, 4].isnan()
         assert (out[0, [1, 2, 3, 5, 6, 7, 8]] == 0).all() and out[1, 1:].isnan().all()
 
