@@ -4,8 +4,8 @@
 is over, so that the table can be filled in parts. Without ``--out``, rows are only printed. A row is a model, an arm, a
 prompt length and a batch size; every model and arm is a process of its own. With ``--together``, six of them prepare
 and compile at once, and measure one after the other. "hf_compile" is transformers with a static cache and
-``torch.compile(mode="reduce-overhead")``; "generate" is a patched model, "generate_fp8" one of
-``serve_fp8(head=True)``.
+``torch.compile(mode="reduce-overhead")``; "generate" is a patched model; "generate_fp8",
+"generate_int4" and "generate_nvfp4" are models of ``serve(weights=..., head=True)``.
 
 Bytes are those that a token has to read: linear layers and head once, of experts as many as the batch can choose, and
 the keys and values of half of the new tokens and the prompt. The floor is their time at the rate of a copy in the same
@@ -103,8 +103,9 @@ class Generated:
 
         self.model, self.device = model, str(next(model.parameters()).device.type)
         model.config.use_cache = model.generation_config.use_cache = True
-        if arm == "generate_fp8":
-            rtkernels.models.serve_fp8(model, head=True)
+        weights = arm.removeprefix("generate").removeprefix("_")
+        if weights:
+            rtkernels.models.serve(model, weights=weights, head=True)
         self.report = rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True)
 
     def _ms(self, ids: Any, new: int) -> float:

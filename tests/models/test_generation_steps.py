@@ -154,3 +154,20 @@ def test_20000_tokens() -> None:
     with torch.no_grad():
         wanted = model(found[:, :-1]).logits[:, 8:].argmax(-1)
     assert found.shape[1] == 20009 and float((wanted == found[:, 9:]).float().mean()) > 0.999
+
+
+@pytest.mark.gpu
+def test_calls_in_two_streams() -> None:
+    """Steps that were issued behind the end of a call are over before a call in another stream writes its cache."""
+    model, prompts = model_of("qwen3").cuda(), [tokens(2, n).cuda() for n in (5, 9)]
+    wanted = [model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None) for prompt in prompts]
+    patched(model)
+    streams = [torch.cuda.Stream() for _ in prompts]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for prompt, stream, tokens_of in zip(prompts, streams, wanted, strict=True):
+            with torch.cuda.stream(stream):
+                got = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)
+            stream.synchronize()
+            assert torch.equal(got, tokens_of)
+    assert not models.report(model).not_captured
