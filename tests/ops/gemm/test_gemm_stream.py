@@ -43,12 +43,13 @@ def codes(kind: str, rows: int, k: int, dtype: torch.dtype, g: torch.Generator) 
     return stored, pack.nibble_values(stored, kind, torch.float64)
 
 
-def scales(kind: str, rows: int, k: int, g: torch.Generator) -> tuple[Tensor | None, Tensor]:
-    """Return scales and the factor of every weight."""
+def scales(kind: str, rows: int, k: int, g: torch.Generator, wide: bool) -> tuple[Tensor | None, Tensor]:
+    """Return scales and the factor of every weight; `wide`: NVFP4's are of any size."""
     if rows == 1 and kind in ("block", "group"):  # one row of them could be either
         kind = "row"
     if kind == "nvfp4":
         scale = torch.rand(rows, k // 16, generator=g) * 2
+        scale *= 2.0 ** torch.randint(-9, 8, scale.shape, generator=g) if wide else 1.0
         scale = scale.masked_fill(torch.rand(rows, k // 16, generator=g) < 0.02, 0.0).to(FP8)
         return inside(scale, 16), scale.double().repeat_interleave(16, 1)
     if not kind:
@@ -105,7 +106,7 @@ def test_random_products(seed: int, target: str, monkeypatch: pytest.MonkeyPatch
         x *= 2.0 ** torch.randint(-60, 60, (m, 1), generator=g)
     x = x[:1].expand(m, k) if rng.random() < 0.1 else inside(x, 8 * rng.randint(0, 2))
     stored, values = codes(kind, rows, k, dtype, g)
-    scale, factor = scales(rng.choice(SCALES.get(kind, SCALES["e4m3"])), rows, k, g)
+    scale, factor = scales(rng.choice(SCALES.get(kind, SCALES["e4m3"])), rows, k, g, dtype == BF16)
     whole = torch.full((), 0.75) if kind == "e2m1" and rng.random() < 0.7 else None
     factor = factor if whole is None else factor * whole
     values = values * factor
