@@ -28,10 +28,10 @@ namespace rtk {
 template <typename Codes, typename Math, int QUADS>
 __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     gemm_stream(const u8* x, const u8* weight, const float* scale, const float* global_scale, const void* bias,
-                const void* residual, const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
-                i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps, double offset,
-                double factor) {
+                const void* residual, const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch,
+                i64 weight_pitch, i64 out_pitch, i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift,
+                i64 groups, i64 octets_, i64 row_shift_, i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps,
+                double offset, double factor) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8], peaks[16 * 8], units[16];
     using Warp = StreamLanes<Codes, Math, QUADS>;

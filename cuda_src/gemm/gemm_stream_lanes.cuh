@@ -181,8 +181,8 @@ struct StreamSlots {
         for (int s = 0; s < count; ++s, to += 512, source += 64) ptx::cp_async_16_stream(to, source, 64 * s < limit ? 16 : 0);
         if constexpr (Lanes::kFine) {  // eight bytes a step
             const u8* const scale = reinterpret_cast<const u8*>(from.scale) + from.row(octet, lane / 4) * from.scale_row;
-            if (lane % 4 < count)
-                ptx::cp_async_8_partial(ptx::shared_address(scales + slot * slot_bytes + 8 * lane), scale + (first + lane % 4) * 8, 8);
+            const u8* const own_scales = scale + (first + lane % 4) * 8;
+            if (lane % 4 < count) ptx::cp_async_8_partial(ptx::shared_address(scales + slot * slot_bytes + 8 * lane), own_scales, 8);
         } else if constexpr (Lanes::kCodes) {
             if (scaled) {
                 const float* const scale = from.scale + (from.row(octet, lane / 4) >> from.scale_shift) * from.scale_row;

@@ -1,4 +1,4 @@
-"""``serve(model, weights=...)``: a model for inference with weights of 8 or 4 bits, and the report of what has which."""
+"""``serve(model, weights=...)``: a model for inference with weights of 8 or 4 bits, and the report about it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def serve(
                and a float32 one for the weight
     =========  =====================================================  ================================================
 
-    Experts have fp8 weights in every format, and so have layers whose columns are no multiple of 128 for ``int4``, of 16
-    for ``nvfp4``. Embeddings, norms, routers and layers with fewer than 128 rows or columns
+    Experts have fp8 weights in every format, and so have layers whose columns are no multiple of 128 for ``int4``, or
+    of 16 for ``nvfp4``. Embeddings, norms, routers and layers with fewer than 128 rows or columns
     stay in 16 bits. Parameters have no gradients; layers of fp8 weights pass gradients on to their inputs, those of
     4-bit weights do not. Only models with fp8 weights can be written (:func:`export_fp8`).
 
@@ -197,8 +197,10 @@ def _report(model: nn.Module, weights: str) -> ServeReport:
             reason = None if kind == weights else f"it had {kind} weights before"
         elif isinstance(module, ServedLinear):
             kind = "fp8"
-            if weights != "fp8":
-                reason = "it is the head" if module is head else _why_not(module, weights) or "it had fp8 weights before"
+            if module is head:
+                reason = None if weights == "fp8" else "it is the head"
+            elif weights != "fp8":
+                reason = _why_not(module, weights) or "it had fp8 weights before"
         elif isinstance(module, nn.Linear):
             kind = "16 bits" if module.weight.element_size() == 2 else str(module.weight.dtype).removeprefix("torch.")
             reason = "it is the head" if module is head else _why_not(module, weights) or "its class is not known here"

@@ -49,7 +49,7 @@ def test_bits_of_a_row() -> None:
 
 
 def test_errors_are_no_larger_than_those_of_transformers() -> None:
-    """Steps of a patched model in 16 bits: error and divergence of logits from fp32, beside transformers' in 16 bits."""
+    """Steps of a patched model in 16 bits: error and divergence of logits from fp32, beside transformers'."""
     ours, theirs = [0.0, 0.0], [0.0, 0.0]
     for seed in range(4):
         torch.manual_seed(seed)

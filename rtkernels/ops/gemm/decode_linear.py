@@ -95,8 +95,8 @@ def _describe(call: DecodeLinear) -> _Described:
     found = call.global_scale
     if found is not None and (found.dtype != torch.float32 or found.numel() != 1):
         raise ArgumentError(
-            f"global_scale has dtype {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}; expected "
-            f"one number of float32"
+            f"global_scale has dtype {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}; "
+            f"expected one number of float32"
         )
     add_pitch = n
     if call.add is not None:

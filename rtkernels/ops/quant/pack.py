@@ -23,8 +23,8 @@ from rtkernels.ops.shared.block_formats import unswizzle as unswizzle_scales
 
 __all__ = [
     "as_bytes", "e2m1_codes", "e4m3_values", "e8m0_values", "nibble_values", "nvfp4_global_scale", "pack_nibbles",
-    "quantize_int4", "quantize_mx", "quantize_nvfp4", "swap_nibbles", "swizzle_scales", "swizzled_size", "unpack_nibbles",
-    "unswizzle_scales",
+    "quantize_int4", "quantize_mx", "quantize_nvfp4", "swap_nibbles", "swizzle_scales", "swizzled_size",
+    "unpack_nibbles", "unswizzle_scales",
 ]  # fmt: skip
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
 

@@ -316,7 +316,7 @@ def test_global_scales_of_other_weights(m: int) -> None:
 @pytest.mark.parametrize("wrong", (torch.ones(2), torch.ones((), dtype=torch.float64)))
 def test_wrong_global_scales(wrong: torch.Tensor) -> None:
     x, codes, scale, _ = _nvfp4(1, 8, 256)
-    with pytest.raises(ArgumentError, match="global_scale has dtype .*; expected one number of float32"):
+    with pytest.raises(ArgumentError, match=r"global_scale has dtype .*; expected one number of float32"):
         rtkernels.decode_linear(x, codes, scale, packed="e2m1", global_scale=wrong)
 
 

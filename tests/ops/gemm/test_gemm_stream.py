@@ -1,4 +1,4 @@
-"""Decoding products of up to four rows, eight of e2m1 codes: random shapes, layouts and launches; rows that leave no room for rings."""
+"""Decoding products of up to four rows, eight of e2m1 codes: random shapes, launches; rows without room for rings."""
 
 from __future__ import annotations
 
