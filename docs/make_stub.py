@@ -152,7 +152,7 @@ WORDS_OF: dict[tuple[str, str], str] = {
     ("quantize_nvfp4", "elem_rule"): "rne away zero",
     ("fp8_linear", "recipe"): f"{_FP8_RECIPES} smooth",
     ("fp8_weight", "recipe"): _FP8_RECIPES,
-    ("decode_linear", "packed"): "int4 uint4",
+    ("decode_linear", "packed"): _PACKED,
     ("fp8_linear", "wgrad"): "fp8 bf16",
     **{
         (name, "act"): _PRODUCT_ACTS

@@ -1,11 +1,11 @@
-"""Generate text with a model of transformers, patched, optionally with fp8 weights. These lines are all it takes:
+"""Generate text with a model of transformers, patched, optionally with weights of codes. These lines are all it takes:
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", device_map="cuda")
     rtkernels.models.patch(model, fused_layers=True, attention=True)
     model.generate(**tokenizer(prompt, return_tensors="pt").to("cuda"))
 
     python examples/generate.py MODEL --prompt "Once upon a time"      # a folder or a name of the hub
-    python examples/generate.py MODEL --fp8                            # linear layers and experts by fp8 codes
+    python examples/generate.py MODEL --weights int4                   # linear layers by codes: fp8, int4 or nvfp4
     python examples/generate.py --tiny                                 # a small random model, also without a GPU
 
 ``generate`` captures its decoding step in a CUDA graph at the second token and replays it from then on; the report says
@@ -36,8 +36,8 @@ def load(args: argparse.Namespace) -> torch.nn.Module:
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     model.to(args.device).eval()
-    if args.fp8:
-        rtkernels.models.serve_fp8(model)
+    if args.weights:
+        rtkernels.models.serve(model, weights=args.weights)
     rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True)
     return model
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> torch.Tensor:
     parser.add_argument("model", nargs="?", help="a folder or a name of the hub")
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--tokens", type=int, default=64, help="to generate")
-    parser.add_argument("--fp8", action="store_true", help="weights as fp8 codes")
+    parser.add_argument("--weights", choices=("fp8", "int4", "nvfp4"), help="codes of linear layers; default: 16 bits")
     parser.add_argument("--tiny", action="store_true", help="a small random model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)

@@ -965,8 +965,8 @@ def scaled_mm(
 def decode_linear(
     a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: Literal['relu', 'silu',
     'gelu_tanh', 'gelu'] | None = None, gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-06,
-    offset: float = 0.0, add: Tensor | None = None, factor: float = 1.0, packed: Literal['int4', 'uint4'] | None =
-    None, constant: bool = False, out: Tensor | None = None
+    offset: float = 0.0, add: Tensor | None = None, factor: float = 1.0, packed: Literal['int4', 'uint4', 'e2m1'] |
+    None = None, constant: bool = False, global_scale: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it."""
 

@@ -4,8 +4,9 @@
 is over, so that the table can be filled in parts. Without ``--out``, rows are only printed. A row is a model, an arm, a
 prompt length and a batch size; every model and arm is a process of its own. With ``--together``, six of them prepare
 and compile at once, and measure one after the other. "hf_compile" is transformers with a static cache and
-``torch.compile(mode="reduce-overhead")``; "generate" is a patched model, "generate_fp8" one of
-``serve_fp8(head=True)``. "generate_invariant", not measured by default, is "generate" inside of ``batch_invariant(1)``:
+``torch.compile(mode="reduce-overhead")``; "generate" is a patched model; "generate_fp8", "generate_int4" and
+"generate_nvfp4" are models of ``serve(weights=..., head=True)``. "generate_invariant", not measured by default, is
+"generate" inside of ``batch_invariant(1)``:
 ``--models qwen3_8b_8 --arms generate,generate_invariant --prompts 1024 --batches 1,32,128`` shows what that costs.
 
 Bytes are those that a token has to read: linear layers and head once, of experts as many as the batch can choose, and
@@ -105,8 +106,9 @@ class Generated:
         self.model, self.device = model, str(next(model.parameters()).device.type)
         self.level = int(arm == "generate_invariant")
         model.config.use_cache = model.generation_config.use_cache = True
-        if arm == "generate_fp8":
-            rtkernels.models.serve_fp8(model, head=True)
+        weights = arm.removeprefix("generate").removeprefix("_")
+        if weights and not self.level:
+            rtkernels.models.serve(model, weights=weights, head=True)
         self.report = rtkernels.models.patch(model, loss=False, fused_layers=True, attention=True)
 
     def _ms(self, ids: Any, new: int) -> float:

@@ -5,11 +5,12 @@
 // q, k and v are rounded to T, as a kernel that writes them to memory would do; scores and sums are fp32, probabilities
 // are rounded to T for the second product.
 //
-// A cluster of up to 8 blocks, a power of two, owns the up to 16 query heads that share a key head. Keys are dealt in sixteens: to the
-// first warps of all blocks, then to the second ones, so that few keys are spread over all blocks. A warp loads its keys and
-// values into its own stages, with an online softmax over them. Every block computes the heads of the new token; the block
-// whose warp has row slots[b] writes it to the cache, and that warp takes it from shared memory. Accumulators of warps,
-// then of blocks through distributed shared memory, are merged in a fixed order: results do not depend on timing.
+// A cluster of up to 8 blocks, a power of two, owns the up to 16 query heads that share a key head. Keys are dealt in
+// sixteens: to the first warps of all blocks, then to the second ones, so that few keys are spread over all blocks. A warp
+// loads its keys and values into its own stages, with an online softmax over them. Every block computes the heads of the
+// new token; the block whose warp has row slots[b] writes it to the cache, and that warp takes it from shared memory.
+// Accumulators of warps, then of blocks through distributed shared memory, are merged in a fixed order: results do not
+// depend on timing.
 //
 // The kernel may start before the previous one has ended. With kConstantCache, lengths, slots, norm weights, angles and older
 // rows of the cache are read before it waits.

@@ -23,14 +23,15 @@
 namespace rtk {
 
 // `types`: four bits each of bias, residual, out, activation (SkinnyTypes, SkinnyActivation). Scales along k: of 128
-// each, `groups` of them, 0 if one serves all of k. `slot_steps` is even for 8-bit codes.
+// each, `groups` of them, 0 if one serves all of k; e2m1 codes: ue4m3, of 16 each. `global_scale` multiplies sums, if not
+// null and scales vary along k. `slot_steps` is even for 8-bit codes.
 template <typename Codes, typename Math, int QUADS>
 __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
-    gemm_stream(const u8* x, const u8* weight, const float* scale, const void* bias, const void* residual,
-                const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch, i64 weight_pitch, i64 out_pitch,
-                i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift, i64 groups, i64 octets_, i64 row_shift_,
-                i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps, double offset,
-                double factor) {
+    gemm_stream(const u8* x, const u8* weight, const float* scale, const float* global_scale, const void* bias,
+                const void* residual, const u8* norm_weight, void* out, i64 m_, i64 n, i64 k_, i64 x_pitch,
+                i64 weight_pitch, i64 out_pitch, i64 residual_pitch, i64 scale_row, i64 scale_group, i64 scale_shift,
+                i64 groups, i64 octets_, i64 row_shift_, i64 pass_octets_, i64 slot_steps_, i64 flags, i64 types, double eps,
+                double offset, double factor) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ float squares[16 * 8], peaks[16 * 8], units[16];
     using Warp = StreamLanes<Codes, Math, QUADS>;
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     const int slot_bytes = StreamSlots<Warp>::bytes_of(slot_steps, scaled), ring_bytes = kStreamRing * slot_bytes;
     u8* const own_ring = memory + warp * ring_bytes;
     const StreamSlots<Warp> ring = {ptx::shared_address(own_ring) + lane * 16,
-                                    reinterpret_cast<float*>(own_ring + 512 * slot_steps) + g * kSlotGroups, slot_steps, slot_bytes, scaled};
+                                    own_ring + 512 * slot_steps, slot_steps, slot_bytes, scaled};
     u8* const x_in_shared = memory + kDecodeWarps * ring_bytes;
     const int first_step = block_begin * kGranule, steps = min(block_end * kGranule, all_steps) - first_step;
     const int row_bytes = steps * (2 * Warp::kDepth);
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
         }
     }
     const DecodeShare share(m);
-    const float* const row_scale = scaled ? nullptr : scale;
+    const float* const row_scale = scaled ? global_scale : scale;
     auto terms_of = [&](int token, int column, int row, const void* added) {
         const i64 scale_at = (flags & kScaleByRow) == 0 ? 0 : (row >> scale_shift) * scale_row;
         return decode_terms(row_scale, bias, added, scale_at, row, token * residual_pitch + column, static_cast<int>(types));

@@ -3,7 +3,8 @@
 // An octet is eight weight rows (gated: four of the gate and their counterparts), a step 64 bytes of each. Lane 4g + t of
 // a step has the 16 bytes t of row g. It copies them into its warp's ring in shared memory and is the only one to read
 // them again, so that a warp waits for nobody. A slot of the ring has up to `slot_steps` steps, followed by the scales
-// [row][group of 128 of k], if they vary along k.
+// [row][group of 128 of k], if they vary along k. e2m1 codes have a ue4m3 scale for 16 of them, [row][8 of a step], which
+// multiplies codes, not sums: the products are exact in fp16.
 //
 // The four words of a lane's eight 16-bit weights are the operand A of m16n8k16 as they are: row g of the product is
 // weight row g over one half of k, row g + 8 the same weight row over the other half. Columns of B are pairs as well:
@@ -43,10 +44,12 @@ struct StreamLanes {
     static constexpr int kParts = 16 / Weights::kBits;  // of eight weights, that a lane has of a step
     static constexpr int kDepth = 32 * kParts;          // of k, in a step
     static constexpr int kGroupSteps = 128 / kDepth;    // that share a scale along k
+    static constexpr bool kFine = Weights::kScaled;     // scales multiply codes, not sums
+    static constexpr int kScaleBytes = kFine ? 256 : 32 * kSlotGroups;  // of a slot
     static constexpr int kChains = kCodes ? 2 : QUADS == 1 ? 3 : 2;  // of products that depend on each other
     using Sums = float[kChains][QUADS][4];
 
-    Sums part;  // 16-bit weights: of all steps
+    Sums part;  // 16-bit weights, e2m1: of all steps
     float total[QUADS];
     u32 flags;
 
@@ -77,10 +80,10 @@ struct StreamLanes {
     }
 
     // Products of COUNT steps. `weights`: this lane's vector of the first one; x[q] + x_at: its activations of quad q;
-    // `scale`: of the first group of codes, null for 1.
+    // `scale`: of the first group of codes, null for 1; `fine`: of this lane's first 32 e2m1 codes.
     template <int COUNT>
     RTK_DEVICE void steps(const CodeOptions& options, ptx::SharedAddress weights, const ptx::SharedAddress (&x)[QUADS], int x_at,
-                          const float* scale) {
+                          const float* scale, const u8* fine) {
         constexpr int kGroups = (COUNT + kGroupSteps - 1) / kGroupSteps;
         Raw<16> raw[COUNT];
 #pragma unroll
@@ -93,6 +96,23 @@ struct StreamLanes {
                     const Raw<8> b = ptx::ld_shared_8(x[q] + (x_at + s * (2 * kDepth)));
                     mma_pair<Operand>(part[s % kChains][q], raw[s].w, {b.w[0], b.w[1]});
                 }
+        } else if constexpr (kFine) {
+#pragma unroll
+            for (int s = 0; s < COUNT; ++s) {
+                const u32 both = *reinterpret_cast<const u16*>(fine + 8 * s);
+                const u32 scales[2] = {skinny_scale_pair<Operand>(both & 255u), skinny_scale_pair<Operand>(both >> 8)};
+                u32 pair[kParts][4];
+#pragma unroll
+                for (int j = 0; j < kParts; ++j) Weights::pairs(Raw<4>{{raw[s].w[j]}}, scales[j / 2], options, pair[j]);
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q)
+#pragma unroll
+                    for (int j = 0; j < kParts; j += 2) {
+                        const Raw<16> b = ptx::ld_shared_16(x[q] + (x_at + s * (2 * kDepth) + j * 64));
+                        mma_pair<Operand>(part[0][q], pair[j], {b.w[0], b.w[1]});
+                        mma_pair<Operand>(part[1][q], pair[j + 1], {b.w[2], b.w[3]});
+                    }
+            }
         } else {
             Sums sums[kGroups];
 #pragma unroll
@@ -125,7 +145,7 @@ struct StreamLanes {
     }
 
     RTK_DEVICE void finish() {
-        if constexpr (!kCodes) add(part, 1.0f);
+        if constexpr (!kCodes || kFine) add(part, 1.0f);
     }
 
     // NaN for rows with a NaN weight that the conversion does not preserve.
@@ -144,12 +164,12 @@ struct StreamLanes {
 template <typename Lanes>
 struct StreamSlots {
     ptx::SharedAddress own;      // of this lane, in slot 0
-    float* scales;               // of this lane's row, in slot 0
+    u8* scales;                  // of slot 0
     int slot_steps, slot_bytes;  // of a slot
     bool scaled;
     static constexpr int kMany = Lanes::kParts == 4 ? 2 : 6;  // steps at a time
 
-    RTK_DEVICE static int bytes_of(int steps, bool scaled) { return 512 * steps + (scaled ? 32 * kSlotGroups : 0); }
+    RTK_DEVICE static int bytes_of(int steps, bool scaled) { return 512 * steps + (scaled ? Lanes::kScaleBytes : 0); }
 
     // Issues the loads of `count` steps from `first` on; zeros behind the end of rows.
     RTK_DEVICE void fetch(const DecodeWeights& from, int slot, int lane, int octet, int first, int count) const {
@@ -159,10 +179,14 @@ struct StreamSlots {
         ptx::SharedAddress to = own + slot * slot_bytes;
 #pragma unroll 2
         for (int s = 0; s < count; ++s, to += 512, source += 64) ptx::cp_async_16_stream(to, source, 64 * s < limit ? 16 : 0);
-        if constexpr (Lanes::kCodes) {
+        if constexpr (Lanes::kFine) {  // eight bytes a step
+            const u8* const scale = reinterpret_cast<const u8*>(from.scale) + from.row(octet, lane / 4) * from.scale_row;
+            const u8* const own_scales = scale + (first + lane % 4) * 8;
+            if (lane % 4 < count) ptx::cp_async_8_partial(ptx::shared_address(scales + slot * slot_bytes + 8 * lane), own_scales, 8);
+        } else if constexpr (Lanes::kCodes) {
             if (scaled) {
                 const float* const scale = from.scale + (from.row(octet, lane / 4) >> from.scale_shift) * from.scale_row;
-                ptx::cp_async_4_partial(ptx::shared_address(scales + (slot * slot_bytes / 4 + lane % 4)),
+                ptx::cp_async_4_partial(ptx::shared_address(scales + (slot * slot_bytes + 4 * (lane / 4 * kSlotGroups + lane % 4))),
                                         scale + min(first / Lanes::kGroupSteps + lane % 4, from.groups - 1) * from.scale_group, 4);
             }
         }
@@ -173,14 +197,16 @@ struct StreamSlots {
     RTK_DEVICE void multiply(Lanes& sums, const CodeOptions& options, int slot, int count, const ptx::SharedAddress (&x)[QUADS],
                              int x_at) const {
         const ptx::SharedAddress weights = own + slot * slot_bytes;
-        const float* const scale = scales + slot * slot_bytes / 4;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const float* const scale = reinterpret_cast<const float*>(scales + slot * slot_bytes) + lane / 4 * kSlotGroups;
+        const u8* const fine = scales + slot * slot_bytes + lane / 4 * 32 + lane % 4 * 2;
         int s = 0;
         auto next = [&](auto size) {
             constexpr int kCount = decltype(size)::value;
 #pragma unroll 1
             for (; s + kCount <= count; s += kCount)
                 sums.template steps<kCount>(options, weights + 512 * s, x, x_at + s * (2 * Lanes::kDepth),
-                                            scaled ? scale + s / Lanes::kGroupSteps : nullptr);
+                                            scaled ? scale + s / Lanes::kGroupSteps : nullptr, fine + 8 * s);
         };
         next(Size<kMany>{});
         if constexpr (kMany > 2) next(Size<2>{});

@@ -111,7 +111,7 @@ def call(mlp: nn.Module, x: Tensor, gain: Tensor, eps: float, offset: float) -> 
     constant = gain.data_ptr() % 16 == 0
     rows = x.reshape(-1, x.shape[-1])
     logits = decode_linear.FORWARD.call(
-        rows, gate.weight, None, None, None, gain, None, None, False, constant, eps, offset, 1.0
+        rows, gate.weight, None, None, None, gain, None, None, None, False, constant, eps, offset, 1.0
     )
     routed = router.route(gate, logits, scoring)
     out = step_experts.FORWARD.call(

@@ -14,17 +14,18 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import rtkernels
 from rtkernels.models import attention as attentions
-from rtkernels.models import decode_experts, replace, served
+from rtkernels.models import decode_experts, quantized_linears, replace, served
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import adjacent, is_plain, is_watched
 from rtkernels.models.probe import Recognized, positional
+from rtkernels.nn.quantized_linear import QuantizedLinear
 from rtkernels.ops.attention import step_attention
 from rtkernels.ops.attention.decode_heads import MAX_WIDTH
 from rtkernels.ops.gemm import decode_linear
@@ -130,20 +131,38 @@ class _Unsupported(Exception):
     """A layer must run as usual."""
 
 
-def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
-    """Return the weights of linear layers as one matrix, its scales and biases, and if no kernel writes these now."""
-    weights, scale, few = [linear.weight for linear in linears], None, row_count(x.shape) <= OWN_ROWS
-    if all(_is_served(linear) and not is_watched(linear) for linear in linears):
-        if not few:
-            raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
+class _Matrix(NamedTuple):
+    """Weights of linear layers as one matrix. `constant`: no kernel that may still be running writes them."""
+
+    weight: Tensor
+    scale: Tensor | None
+    global_scale: Tensor | None
+    packed: str | None
+    bias: Tensor | None
+    constant: bool
+
+
+def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> _Matrix:
+    """Return the weights, scales and biases of linear layers as one matrix."""
+    codes, scale = None, None
+    watched = any(is_watched(linear) for linear in linears)
+    if not watched and all(_is_of(linear, QuantizedLinear) for linear in linears):
+        codes = quantized_linears.codes_of(linears)
+        if isinstance(codes, str):
+            raise _Unsupported(codes)
+    elif not watched and all(_is_of(linear, served.ServedLinear) for linear in linears):
         scale = adjacent([linear.weight_scale_inv for linear in linears])
         if scale is None or any(linear.out_features % served.BLOCK for linear in linears[:-1]):
             raise _Unsupported("scales of its projections are not adjacent in memory")
     elif not all(_is_linear(linear) and linear.weight.dtype == x.dtype for linear in linears):
-        raise _Unsupported("a projection is neither a plain linear layer nor one of serve_fp8")
-    weight = adjacent(weights)
-    if weight is None:
-        raise _Unsupported("weights of its projections are not adjacent in memory")
+        raise _Unsupported("a projection is neither a plain linear layer nor one with weights of codes")
+    if (codes is not None or scale is not None) and row_count(x.shape) > OWN_ROWS:
+        raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
+    if codes is None:
+        weight = adjacent([linear.weight for linear in linears])
+        if weight is None:
+            raise _Unsupported("weights of its projections are not adjacent in memory")
+        codes = quantized_linears.Codes(weight, scale, None, None)
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len(biases) not in (0, len(linears)):
         raise _Unsupported("some of its projections have a bias, others have none")
@@ -151,11 +170,11 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | N
     if len(biases) > 1 and (bias := adjacent([b.unsqueeze(1) for b in biases])) is not None:
         bias = bias.squeeze(1)
     copied = bias is None and bool(biases)
-    return weight, scale, torch.cat(biases) if copied else bias, not copied
+    return _Matrix(*codes, torch.cat(biases) if copied else bias, not copied)
 
 
-def _is_served(linear: nn.Module) -> bool:
-    return replace.original_of(type(linear)) is served.ServedLinear
+def _is_of(linear: nn.Module, kind: type[nn.Module]) -> bool:
+    return replace.original_of(type(linear)) is kind
 
 
 def _is_linear(linear: nn.Module) -> bool:
@@ -175,20 +194,21 @@ def product(
     Raises:
         _Unsupported: The kernel does not compute it.
     """
-    weight, scale, bias, constant = _matrix(x, linears)
+    m = _matrix(x, linears)
     if row_count(x.shape) > OWN_ROWS:
-        return _by_blas(x, weight, bias, norm, act, residual, factor)
+        return _by_blas(x, m.weight, m.bias, norm, act, residual, factor)
+    gated, gain, eps, offset, constant = act is not None, None, 0.0, 0.0, m.constant
     if x.is_cuda:
-        reason = decode_linear.unsupported(x, weight, scale, gated=act is not None, norm=norm is not None)
+        reason = decode_linear.unsupported(x, m.weight, m.scale, m.packed, gated, norm is not None, m.global_scale)
         if reason is not None:
-            raise _Unsupported(f"a product of {x.shape[-1]} x {weight.shape[0]}: {reason}")
-    gain, eps, offset = None, 0.0, 0.0
+            raise _Unsupported(f"a product of {x.shape[-1]} x {m.weight.shape[0]}: {reason}")
     if norm is not None:
         gain, eps, offset = norm.weight, *_numbers(norm)
         constant = constant and gain.data_ptr() % 16 == 0  # else it is copied
     return decode_linear.FORWARD.call(
-        x, weight, scale, bias, residual, gain, None, act, act is not None, constant, eps, offset, float(factor)
-    )
+        x, m.weight, m.scale, m.bias, residual, gain, m.global_scale, m.packed, act, gated, constant, eps, offset,
+        float(factor),
+    )  # fmt: skip
 
 
 def _by_blas(
@@ -200,7 +220,7 @@ def _by_blas(
         eps, offset = _numbers(norm)
         x = rtkernels.rms_norm(x, norm.weight, eps=eps, offset=offset)
     rows = x.reshape(-1, x.shape[-1])
-    if residual is not None and bias is None:
+    if residual is not None and bias is None and act is None:
         result = torch.addmm(residual.reshape(-1, weight.shape[0]), rows, weight.t(), alpha=factor)
     else:
         result = nn.functional.linear(rows, weight, bias)
@@ -208,7 +228,9 @@ def _by_blas(
             result = rtkernels.glu(result, act=act)
         if residual is not None:
             result = torch.add(residual.reshape(result.shape), result, alpha=factor)
-    return result.view(*x.shape[:-1], -1)
+        elif factor != 1.0:
+            result = result * factor
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def _numbers(norm: nn.Module) -> tuple[float, float]:

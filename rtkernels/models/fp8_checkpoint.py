@@ -20,6 +20,7 @@ from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models.checkpoint_files import check_tokenizer, write_tokenizer
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear, serve_experts, serve_linear
+from rtkernels.nn.quantized_linear import QuantizedLinear
 from rtkernels.runtime.progress import Bar
 
 _SCALE = "_scale_inv"  # suffix of a weight's name
@@ -83,12 +84,12 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
     """Write a model as an fp8 checkpoint in the layout of the DeepSeek-V3 and Qwen3 checkpoints.
 
     Linear layers and experts become e4m3 codes with one float32 scale per 128 x 128 block. The head, embeddings, norms,
-    routers, and layers with fewer than 128 rows or columns do not change. transformers, vLLM and :func:`serve_fp8` can
+    routers, and layers with fewer than 128 rows or columns do not change. transformers, vLLM and :func:`serve` can
     read the result. The generation configuration and the files of the tokenizer and processors are written, too. On a
     terminal, a bar shows the rate, unless transformers' progress bars are disabled.
 
     Args:
-        model: A transformers model, or the result of :func:`serve_fp8`, whose codes are written unchanged.
+        model: A transformers model, or the result of :func:`serve`, whose fp8 codes are written unchanged.
         path: The output folder; it is created if it does not exist.
         tokenizer: A tokenizer or processor with ``save_pretrained``. Default: the files are copied from the folder, or
             from the Hub's cache on this machine, that the model was loaded from; a warning is issued if they are not
@@ -99,8 +100,12 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
 
     Raises:
         ArgumentError: `tokenizer` has no ``save_pretrained``.
+        RtkError: The model has layers of :class:`rtkernels.nn.QuantizedLinear`, as from ``serve(weights="int4")``.
     """
     check_tokenizer(tokenizer)
+    packed = [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
+    if packed:
+        raise RtkError(f"{packed[0]} has {model.get_submodule(packed[0]).weights} weights, which fp8 files cannot hold")
     from safetensors.torch import save_file
 
     folder = Path(path)
@@ -215,25 +220,8 @@ def _tied(model: nn.Module) -> set[str]:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
-def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None, head: bool = False) -> nn.Module:
-    """Return a model for inference in which linear layers and experts multiply fp8 codes.
-
-    Weights are stored as codes, which halves the model's memory. Inputs are quantised in groups of 128 in each layer.
-    Parameters have no gradients; linear layers pass gradients on to their inputs. Patch the result with
-    :func:`rtkernels.models.patch` to replace the rest of the model.
-
-    Args:
-        model_or_path: A folder with a checkpoint in the layout of the DeepSeek-V3 and Qwen3 fp8 checkpoints, as
-            :func:`export_fp8` writes it. Or a transformers model, which is changed in place: layers that transformers
-            loaded from such a checkpoint keep their codes, 16-bit layers are quantised.
-        device: The device of the result. Default: the model's device, or the CPU for a folder.
-        head: The head multiplies fp8 codes, too. In a small model it is a quarter of what a decoding step reads. If its
-            weight is shared with the embedding, the embedding keeps the 16-bit weight.
-
-    Raises:
-        ArgumentError: `model_or_path` is neither a model nor such a folder.
-        RtkError: The checkpoint lacks tensors, or a layer cannot be served in fp8.
-    """
+def convert_fp8(model_or_path: Any, device: Any, head: bool) -> nn.Module:
+    """Return the model of ``serve_fp8``."""
     if isinstance(model_or_path, nn.Module):
         quantized, _ = _plan(model_or_path)
         model = _convert(model_or_path, quantized)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import rtkernels
-from rtkernels.models import decoding, fused_mla, replace, reuse, served
+from rtkernels.models import decoding, fused_mla, quantized_linears, replace, reuse, served
 from rtkernels.models import fp8 as quantized
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
@@ -212,8 +212,8 @@ def _attention_kind(module: nn.Module) -> Recognized:
 
 
 def _product(x: Any, linears: tuple[nn.Module, ...]) -> Tensor | None:
-    """Return the merged product of linear layers, in 16 bits or fp8, None if they must be called separately."""
-    for multiply in (merged, quantized.merged, served.merged):
+    """Return the merged product of linear layers, of 16 bits or codes, None if they must be called separately."""
+    for multiply in (merged, quantized.merged, served.merged, quantized_linears.merged):
         result = multiply(x, linears)
         if result is not None:
             return result
@@ -361,6 +361,7 @@ def _put_together(module: nn.Module, names: tuple[str, ...]) -> None:
     linears = [getattr(module, name) for name in names]
     make_adjacent(linears)
     served.make_adjacent(linears)
+    quantized_linears.make_adjacent(linears)
 
 
 def fuse(model: nn.Module, record: Callable[[str, str, nn.Module, str | None], None]) -> None:

@@ -102,7 +102,7 @@ class QuantizedLinear(torch.nn.Module):
     @classmethod
     def from_linear(
         cls, linear: torch.nn.Linear, weights: str = "int4", group: int | None = None,
-        activations: str | None = None, *, backend: str = "auto",
+        activations: str | None = None, *, backend: str = "auto", global_scale: Tensor | None = None,
     ) -> QuantizedLinear:  # fmt: skip
         """Return a layer with the quantised weight of another. Arguments as for the class.
 
@@ -112,6 +112,7 @@ class QuantizedLinear(torch.nn.Module):
             group: See the class.
             activations: See the class.
             backend: See the class.
+            global_scale: Of ``nvfp4``, float32 ``[]``, if it is shared with other layers.
 
         Raises:
             ArgumentError: `linear` has no weight, or the format does not support an option.
@@ -125,13 +126,18 @@ class QuantizedLinear(torch.nn.Module):
             weights=weights, group=group, activations=activations, backend=backend,
         )  # fmt: skip
         with torch.no_grad():
-            layer.quantize_(weight)
+            layer.quantize_(weight, global_scale)
             if bias is not None:
                 layer.bias.copy_(bias)
         return layer.train(linear.training)
 
-    def quantize_(self, weight: Tensor) -> None:
-        """Set codes and scales from a weight ``[out_features, in_features]`` of any floating-point dtype."""
+    def quantize_(self, weight: Tensor, global_scale: Tensor | None = None) -> None:
+        """Set codes and scales from a weight ``[out_features, in_features]`` of any floating-point dtype.
+
+        Args:
+            weight: The weight.
+            global_scale: Of ``nvfp4``, float32 ``[]``, if it is shared with other layers.
+        """
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = [self.out_features, self.in_features]
             raise ArgumentError(f"weight has shape {list(weight.shape)}; expected {wanted}")
@@ -139,7 +145,7 @@ class QuantizedLinear(torch.nn.Module):
         if self.weights == "int4":
             codes, scale = pack.quantize_int4(weight, self.group)
         elif self.weights == "nvfp4":
-            codes, scale, global_scale = pack.quantize_nvfp4(weight)
+            codes, scale, global_scale = pack.quantize_nvfp4(weight, global_scale)
             scale = scale.view(torch.uint8)
             self.global_scale.copy_(global_scale)
         else:

@@ -30,7 +30,7 @@ def test_generate_gives_the_tokens_of_transformers(place: str, capsys: pytest.Ca
     example = runpy.run_path(str(EXAMPLES / "generate.py"))
     found = example["main"](["--tiny", "--device", place, "--tokens", "5"])
     assert found.shape == (1, 5) and "5 tokens in" in capsys.readouterr().out
-    assert example["main"](["--tiny", "--device", place, "--tokens", "3", "--fp8"]).shape == (1, 3)
+    assert example["main"](["--tiny", "--device", place, "--tokens", "3", "--weights", "int4"]).shape == (1, 3)
 
 
 @pytest.mark.parametrize("place", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))

@@ -81,6 +81,8 @@ def unsupported(q_heads: int, k_cache: Meta, v_cache: Meta, device: int) -> str 
         return f"heads of {width} elements; expected {', '.join(map(str, _WIDTHS))}"
     if not 0 < rows <= MAX_KEYS:
         return f"a cache of {rows} keys; {MAX_KEYS} at the most"
+    if max(batch, kv_heads) >= 1 << 16:
+        return f"{batch} sequences of {kv_heads} heads; less than 65536 of each"
     if not kv_heads or not batch or q_heads // kv_heads > _ROWS:
         return f"{q_heads} heads of queries, {kv_heads} of keys; {_ROWS} for each of those at the most"
     for cache in (k_cache, v_cache):
@@ -152,6 +154,7 @@ FORWARD = Operator(
     ),
     options="int rotary, bool interleaved, bool constant, float eps, float offset, float scale, float softcap",
     numbers="eps offset", results="out", outputs=_outputs, plan=_plan, reference=_reference, check=_check,
+    not_invariant=(1, "keys are shared by as many blocks as fill the GPU"),
 )  # fmt: skip
 
 OP = Op("step_attention", public=(), kernels=(_KERNEL,), torch_ops=(FORWARD,))

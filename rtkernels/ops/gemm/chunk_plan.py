@@ -47,6 +47,8 @@ def unsupported(product: Product, target: Target) -> str | None:
         return f"no {p.a.token} activations with {p.b.token} weights"
     if p.a.across or p.b.across or not (p.a.aligned and p.b.aligned) or p.k * BYTES[p.b.token] % 16:
         return "rows are no multiples of 16 bytes"
+    if p.global_scale:
+        return "no global scales"
     if s is not None and (s.token != "fp32" or s.swizzled or s.rows not in (0, 1) or 0 < s.depth < p.k):
         return f"scales of b for {s.rows} x {s.depth}"
     return None if 0 < p.k < 1 << 22 and p.n < 1 << 24 else "more steps than a launch counts"

@@ -17,7 +17,7 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import check_same, row_stride
 from rtkernels.runtime.operator.arguments import Among, check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
-from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator, Rows
+from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Exact, Meta, Operator, Rows
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -40,6 +40,7 @@ _TENSORS = (
     Dense("bias", None, optional=True),
     Rows("add", None, optional=True),
     Aligned("norm_weight", None, optional=True),
+    Exact("global_scale", None, optional=True),
 )
 _OPTIONS = "str? packed, str? act, bool gated, bool constant, float eps, float offset, float factor"
 
@@ -53,6 +54,7 @@ class DecodeLinear(NamedTuple):
     bias: Any
     add: Any
     norm_weight: Any
+    global_scale: Any
     packed: str | None
     act: str | None
     gated: bool
@@ -75,7 +77,10 @@ class _Described(NamedTuple):
 
 def _describe(call: DecodeLinear) -> _Described:
     a, b = call.a, call.b
-    checks.check_devices(a=a, b=b, scale_b=call.scale_b, bias=call.bias, add=call.add, norm_weight=call.norm_weight)
+    checks.check_devices(
+        a=a, b=b, scale_b=call.scale_b, bias=call.bias, add=call.add, norm_weight=call.norm_weight,
+        global_scale=call.global_scale,
+    )  # fmt: skip
     packed = None if call.packed is None else f"-,{call.packed}"
     left, right, _, scales = checks.operands_of(a, b, None, call.scale_b, "auto", "nk", packed)
     n = right.rows
@@ -87,6 +92,12 @@ def _describe(call: DecodeLinear) -> _Described:
     if call.norm_weight is not None:
         check_same("norm_weight", call.norm_weight.dtype, a.dtype, "dtype", of="a")
         check_same("norm_weight", tuple(call.norm_weight.shape), (left.k,), "shape", of="the last dimension of a")
+    found = call.global_scale
+    if found is not None and (found.dtype != torch.float32 or found.numel() != 1):
+        raise ArgumentError(
+            f"global_scale has dtype {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}; "
+            f"expected one number of float32"
+        )
     add_pitch = n
     if call.add is not None:
         check_same("add", tuple(call.add.shape), (*a.shape[:-1], n), "shape", of="the result")
@@ -98,6 +109,7 @@ def _describe(call: DecodeLinear) -> _Described:
         bias=checks.check_vector("bias", call.bias, right.rows),
         add=None if call.add is None else TOKENS[call.add.dtype], add_pitch=add_pitch,
         act=None if call.gated else call.act, gate=call.act if call.gated else None,
+        global_scale=0 if call.global_scale is None else 1,
     )  # fmt: skip
     return _Described(product, left, right)
 
@@ -128,7 +140,9 @@ def _reference(call: DecodeLinear) -> Tensor:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * (call.offset + call.norm_weight.float())
         a = x.to(a.dtype)
     p = _without_add(described.product)
-    sums = reference.product(p, described.left, described.right, a, call.b, None, call.scale_b, None, call.bias, None)
+    sums = reference.product(
+        p, described.left, described.right, a, call.b, None, call.scale_b, call.global_scale, call.bias, None
+    )
     result = sums.reshape(*call.a.shape[:-1], p.n) * call.factor
     return (result if call.add is None else result + call.add.float()).to(call.a.dtype)
 
@@ -141,12 +155,14 @@ FORWARD = Operator(
 
 def unsupported(
     a: Tensor, b: Tensor, scale_b: Tensor | None = None, packed: str | None = None, gated: bool = False,
-    norm: bool = False,
+    norm: bool = False, global_scale: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Return why the kernel cannot compute a product, behind a norm if there is one; None if it can."""
+    act = "silu" if gated else None
     call = DecodeLinear(
-        *map(meta_of, (a, b, scale_b)), None, None, None, packed, "silu" if gated else None, gated, False
-    )
+        *map(meta_of, (a, b, scale_b)), None, None, None, None if global_scale is None else meta_of(global_scale),
+        packed, act, gated, False,
+    )  # fmt: skip
     if level():
         return "k is split by the number of rows, which batch invariance forbids"
     if not (a.is_cuda or a.get_device() < 0):
@@ -155,12 +171,12 @@ def unsupported(
     return decode_plan.unsupported(_describe(call).product, info.target, info.sm_count, norm)
 
 
-@public(options={"packed": Among((None, "int4", "uint4"), "'int4', 'uint4' or None")})
+@public(options={"packed": Among((None, "int4", "uint4", "e2m1"), "'int4', 'uint4', 'e2m1' or None")})
 def decode_linear(
     a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: str | None = None,
     gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     add: Tensor | None = None, factor: float = 1.0, packed: str | None = None, constant: bool = False,
-    out: Tensor | None = None,
+    global_scale: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it.
 
@@ -173,10 +189,11 @@ def decode_linear(
     in advance where they depend on the step only: the action expert of ``examples/vla_policy.py`` does so.
 
     Args:
-        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel; more run in plain torch, as do
-            rows that are too long for shared memory.
+        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes); more run in plain
+            torch, as do rows that are too long for shared memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
+            For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of 256 n.
         bias: ``[n]``, any float dtype.
         act: "relu", "silu", "gelu_tanh", "gelu" or None.
         gated: The rows of b are two halves, as above. Needs `act`.
@@ -186,17 +203,20 @@ def decode_linear(
         offset: Added to `norm_weight`.
         add: The residual, shape and dtype of the result.
         factor: Multiplies the result before `add` is added.
-        packed: "int4" or "uint4" if b holds two codes in a byte.
+        packed: "int4", "uint4" or "e2m1" if b holds two codes in a byte.
         constant: No kernel that may still be running writes b, `scale_b`, `bias` or `norm_weight`, as in a captured
             model. The kernel then loads them before the previous kernel has ended.
+        global_scale: One float32 factor of the sums, for e2m1 codes.
         out: Tensor to write the result to, with its shape, dtype and strides.
 
     Returns:
         ``[..., n]`` (gated: half of b's rows) in a's dtype. There is no gradient.
     """
-    refuse_gradients("decode_linear", (a, b, scale_b, bias, norm_weight, add))
+    refuse_gradients("decode_linear", (a, b, scale_b, bias, norm_weight, add, global_scale))
     numbers = (check_number(name, value) for name, value in (("eps", eps), ("offset", offset), ("factor", factor)))
-    return FORWARD.call(a, b, scale_b, bias, add, norm_weight, packed, act, bool(gated), bool(constant), *numbers)
+    return FORWARD.call(
+        a, b, scale_b, bias, add, norm_weight, global_scale, packed, act, bool(gated), bool(constant), *numbers
+    )
 
 
 OP = Op(

@@ -16,6 +16,7 @@ from rtkernels.runtime.targets import Target
 
 MAX_ROWS = 16
 _STREAM_ROWS = 4  # up to which weights are streamed through shared memory, not loaded into registers
+_E2M1_ROWS = 8  # of e2m1 codes, which are always streamed
 
 # As in gemm_decode_stage.cuh.
 _WARPS = 8
@@ -26,31 +27,35 @@ _LARGE = 1 << 20  # bytes of weights from which on an SM gets two blocks, if the
 _SUMS = 16384  # bytes of sums of a pass, at the most: of each octet and warp along k, eight for a row
 _GROUP = 128  # of k, that share a scale
 _RING = 4  # slots of a warp that streams
-_SCALES = 128  # bytes of scales of such a slot
+_SCALES = 128  # bytes of scales of such a slot; of e2m1 codes twice as many
+_E2M1_DEPTH = 256  # what k is a multiple of, so that rows of their scales are aligned
 _STEPS = {2: 6, 1: 8, 0.5: 4}  # of such a slot, at the most; by the bytes of a weight
 _STATIC = {True: 2112, False: 2048}  # shared memory that is not dynamic, and what the driver takes; if weights stream
 
 _CODES = {
     "bf16": "bf16", "fp16": "fp16", "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes",
+    "e2m1": "e2m1_codes",
 }  # fmt: skip
 _TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 _ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _CONSTANT, _SIGNED, _BY_ROW = 1, 2, 4, 8
 
 _ARGS = (
-    "x:ptr weight:ptr scale:ptr bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
+    "x:ptr weight:ptr scale:ptr {}bias:ptr residual:ptr norm_weight:ptr out:ptr m_:i64 n:i64 k_:i64 x_pitch:i64 "
     "weight_pitch:i64 out_pitch:i64 residual_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 groups:i64 "
     "octets_:i64 row_shift_:i64 pass_octets_:i64 slot_steps_:i64 flags:i64 types:i64 eps:f64 offset:f64 "
     "factor:f64"
 )
 _TYPES_OF = [(codes or math, math) for codes in (None, "e4m3", "int8_codes", "int4_codes") for math in FLOAT16]
 KERNEL = Kernel(
-    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve", args=_ARGS,
+    "gemm/gemm_decode.cu", "gemm_decode", template="Codes Math TOKENS", max_registers=160, tier="serve",
+    args=_ARGS.format(""),
     variants=[(*types, tokens) for types in _TYPES_OF for tokens in (1, 2)],
 )  # fmt: skip
 STREAM = Kernel(
-    "gemm/gemm_stream.cu", "gemm_stream", template="Codes Math QUADS", max_registers=128, tier="serve", args=_ARGS,
-    variants=[(*types, 1) for types in _TYPES_OF],
+    "gemm/gemm_stream.cu", "gemm_stream", template="Codes Math QUADS", max_registers=128, tier="serve",
+    args=_ARGS.format("global_scale:ptr "),
+    variants=[(*types, 1) for types in _TYPES_OF] + [("e2m1_codes", math, n) for math in FLOAT16 for n in (1, 2)],
 )  # fmt: skip
 KERNELS = (KERNEL, STREAM)
 
@@ -77,8 +82,15 @@ def unsupported(product: Product, target: Target, sms: int = 132, norm: bool = F
         return "no grouped products"
     if p.m > MAX_ROWS:
         return f"{p.m} rows of a; {MAX_ROWS} at the highest"
-    if p.quantized is not None or p.accumulate or p.global_scale or p.scale_a is not None:
-        return "no quantised results, sums with the output, global scales or scales of a"
+    if p.quantized is not None or p.accumulate or p.scale_a is not None:
+        return "no quantised results, sums with the output or scales of a"
+    if p.b.token == "e2m1":
+        if p.m > _E2M1_ROWS:
+            return f"{p.m} rows of a; {_E2M1_ROWS} at the highest with e2m1 codes"
+        if not _fits_e2m1(p):
+            return f"e2m1 codes without e4m3 scales of 16, or {p.k} of them; expected a multiple of {_E2M1_DEPTH}"
+    elif p.global_scale:
+        return f"no global scales of {p.b.token} weights"
     if p.sums != "fp32":
         return f"no sums of kind {p.sums!r}"
     if p.a.token not in FLOAT16 or p.b.token not in _CODES or (p.b.token in FLOAT16 and p.b.token != p.a.token):
@@ -93,7 +105,7 @@ def unsupported(product: Product, target: Target, sms: int = 132, norm: bool = F
         return "a matrix to add and an activation"
     if max(p.k, p.n, p.a.pitch, p.b.pitch) >= 1 << 24:
         return "more steps than a launch counts"
-    if p.scale_b is not None and not _fits(p.scale_b, p):
+    if p.scale_b is not None and p.b.token != "e2m1" and not _fits(p.scale_b, p):
         return f"scales of b for {p.scale_b.rows} x {p.scale_b.depth}"
     return None if _shape(p, target, sms, norm) else "too little shared memory"
 
@@ -102,6 +114,13 @@ def _fits(s: Scales, p: Product) -> bool:
     if s.token != "fp32" or s.swizzled or s.rows not in (0, 1, 128):
         return False
     return not _varies(s, p.k) or (s.depth == _GROUP and p.b.token not in FLOAT16)
+
+
+def _fits_e2m1(p: Product) -> bool:
+    s = p.scale_b
+    if s is None or s.token != "ue4m3" or s.swizzled or p.global_scale > 1:
+        return False
+    return s.rows == 1 and s.depth == 16 and s.depth_pitch == 1 and s.aligned and p.k % _E2M1_DEPTH == 0
 
 
 def _varies(s: Scales | None, k: int) -> bool:
@@ -117,6 +136,8 @@ def _steps_of(p: Product) -> tuple[int, int]:
 
 def _shape(p: Product, target: Target, sms: int, normed: bool) -> Shape | None:
     """Return the shape of a launch, None if none fits. Weights go to registers if rings leave no room for rows of a."""
+    if p.b.token == "e2m1":
+        return _fastest(p, target, sms, normed, True)
     streamed = _fastest(p, target, sms, normed, True) if p.m <= _STREAM_ROWS else None
     return streamed or _fastest(p, target, sms, normed, False)
 
@@ -181,7 +202,8 @@ def _shared(
     along_k = _WARPS >> row_shift
     together = _together(p.m, along_k, octets)
     sums = along_k * together + (parts * -(-together // parts) if parts > 1 else 0)
-    rings = _WARPS * _RING * (512 * ring_steps + _SCALES * _varies(p.scale_b, p.k)) if ring_steps else 0
+    scales = _SCALES * _varies(p.scale_b, p.k) * (2 if p.b.token == "e2m1" else 1)
+    rings = _WARPS * _RING * (512 * ring_steps + scales) if ring_steps else 0
     return rings + p.m * (-(-row // 128) * 128 + 64) + row * normed + 32 * p.m * sums
 
 
@@ -211,7 +233,7 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     octets, size = -(-p.n // (4 if p.gate else 8)), BYTES[p.b.token]
     flags = (
         _GATED * (p.gate is not None) + _CONSTANT * constant + _SIGNED * (p.b.token == "int4")
-        + _BY_ROW * (s is not None and s.rows != 0)
+        + _BY_ROW * (s is not None and s.rows != 0 and not p.global_scale)
     )  # fmt: skip
     types = (_TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act])
     along_k = _WARPS >> shape.row_shift
@@ -228,13 +250,14 @@ def launches(product: Product, device: int, norm: bool = False, constant: bool =
     numbers = (
         p.m, p.n, p.k, 2 * p.a.pitch, int(p.b.pitch * size), p.out.pitch, p.add_pitch,
         s.row_pitch if s and s.rows else 0, s.depth_pitch if varies else 0, 7 if s and s.rows == 128 else 0,
-        -(-p.k // _GROUP) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets),
+        -(-p.k // s.depth) if varies else 0, shape.octets, shape.row_shift, _together(p.m, along_k, shape.octets),
         shape.steps, flags,
         sum(value << 4 * i for i, value in enumerate(types)),
     )  # fmt: skip
+    factors = ("global_scale" if p.global_scale else 0,) if shape.streams else ()
     return Steps(
         Step(
-            launch, "a", "b", "scale_b" if s else 0, "bias" if p.bias else 0, "add" if p.add else 0,
+            launch, "a", "b", "scale_b" if s else 0, *factors, "bias" if p.bias else 0, "add" if p.add else 0,
             "norm_weight" if norm else 0, "out", *numbers, *(("eps", "offset") if norm else (0.0, 0.0)),
             "factor" if factor else 1.0,
         )

@@ -7,6 +7,8 @@ weights, made at load time: they take several passes over memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,9 @@ from rtkernels.ops.shared.block_formats import swizzled_bytes as swizzled_size
 from rtkernels.ops.shared.block_formats import unswizzle as unswizzle_scales
 
 __all__ = [
-    "as_bytes", "e2m1_codes", "e4m3_values", "e8m0_values", "nibble_values", "pack_nibbles", "quantize_int4",
-    "quantize_mx", "quantize_nvfp4", "swap_nibbles", "swizzle_scales", "swizzled_size", "unpack_nibbles",
-    "unswizzle_scales",
+    "as_bytes", "e2m1_codes", "e4m3_values", "e8m0_values", "nibble_values", "nvfp4_global_scale", "pack_nibbles",
+    "quantize_int4", "quantize_mx", "quantize_nvfp4", "swap_nibbles", "swizzle_scales", "swizzled_size",
+    "unpack_nibbles", "unswizzle_scales",
 ]  # fmt: skip
 _CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8}
 
@@ -125,10 +127,17 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
         raise ArgumentError(f"x has {x.shape[-1]} columns; expected a multiple of 16, the block of NVFP4")
     x = x.float()
     if global_scale is None:
-        amax = formats.finite(x).amax() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
-        scaled = formats.divided(amax, formats.E2M1_MAX * formats.E4M3_MAX)
-        global_scale = torch.where(amax > 0, scaled, torch.ones_like(amax))
+        global_scale = nvfp4_global_scale([x])
     return *formats.encode_nvfp4(x, global_scale, "rne", "rne"), global_scale
+
+
+def nvfp4_global_scale(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the global scale that tensors share, float32 ``[]``: their largest finite magnitude / 2688, or 1 for 0."""
+    amax = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+    for x in tensors:
+        amax = torch.maximum(amax, formats.finite(x.float()).amax()) if x.numel() else amax
+    scaled = formats.divided(amax, formats.E2M1_MAX * formats.E4M3_MAX)
+    return torch.where(amax > 0, scaled, torch.ones_like(amax))
 
 
 def quantize_mx(x: Tensor, kind: str = "e4m3", *, rule: str = "ocp") -> tuple[Tensor, Tensor]:

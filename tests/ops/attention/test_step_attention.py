@@ -8,7 +8,7 @@ from support.compare import running_on
 from support.places import at, emulated
 
 import rtkernels
-from rtkernels.errors import ArgumentError
+from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.ops.attention import decode_heads, step_attention
 from rtkernels.ops.attention.step_attention import FORWARD, MAX_KEYS, unsupported
 from rtkernels.runtime.launch.plans import Plans
@@ -96,6 +96,24 @@ def test_blocks_of_a_cluster(name: str, blocks: int, monkeypatch: pytest.MonkeyP
     test_values(name, "sm_90")
     Plans.forget_all()
     assert seen
+
+
+@emulated
+@pytest.mark.parametrize("name", ["long", "sinks, cap"])
+def test_result_does_not_depend_on_the_order_of_blocks(name: str) -> None:
+    found = []
+    for order in ("forward", "reverse", 3):
+        given = case(**FORMS[name])
+        with rtkernels.emulate("sm_90", order=order):
+            found.append((FORWARD.call(*given), *given[9:11]))
+    for others in found[1:]:
+        for got, first in zip(others, found[0], strict=True):
+            torch.testing.assert_close(got, first, rtol=0, atol=0, equal_nan=True)
+
+
+def test_batch_invariance_is_refused() -> None:
+    with rtkernels.batch_invariant(), pytest.raises(RtkError, match="as many blocks as fill the GPU"):
+        FORWARD.call(*case())
 
 
 def test_how_many_blocks() -> None:

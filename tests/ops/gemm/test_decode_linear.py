@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compare import running_on
-from support.places import at
+from support.places import at, emulated
 
 import rtkernels
+from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
@@ -77,7 +78,7 @@ def case(name: str, m: int, n: int, k: int, dtype: torch.dtype = BF16, norm: boo
         exact = exact.relu()
     exact, slack = exact * factor, slack * abs(factor)
     exact = exact if residual is None else exact + residual.double()
-    arguments = (x, codes, scale, biases, residual, norm_weight, packed, act, gated, False, 1e-6, 1.0, factor)
+    arguments = (x, codes, scale, biases, residual, norm_weight, None, packed, act, gated, False, 1e-6, 1.0, factor)
     return arguments, exact, slack + exact.abs() * torch.finfo(dtype).eps * 0.51 + 1e-30
 
 
@@ -209,10 +210,10 @@ def test_behind_another_kernel(constant: bool) -> None:
     """Weights may be loaded while the kernel before is still running, nothing else."""
     arguments, exact, error = case("16bit", 2, 40, 256, norm=True, add=True)
     x, *others = arguments
-    others[8] = constant
+    others[9] = constant
     with rtkernels.emulate("sm_90"):
         first = FORWARD.call(
-            x, torch.eye(256).to(BF16), None, None, None, None, None, None, False, constant, 0.0, 0.0, 1.0
+            x, torch.eye(256).to(BF16), None, None, None, None, None, None, None, False, constant, 0.0, 0.0, 1.0
         )
         out = FORWARD.call(first, *others)
     assert ((out.double() - exact).abs() <= error).all()
@@ -225,7 +226,7 @@ def test_special_values(place: str) -> None:
         x[1, 3] = torch.inf
         w = torch.zeros(9, 64, dtype=BF16, device=device)
         w[4, 5], w[0] = torch.nan, 1.0
-        out = FORWARD.call(x, w, None, None, None, None, None, None, False, False, 0.0, 0.0, 1.0)
+        out = FORWARD.call(x, w, None, None, None, None, None, None, None, False, False, 0.0, 0.0, 1.0)
         assert out[0, 0] == 64 and out[1, 0] == torch.inf and out[0, 4].isnan()
         assert (out[0, [1, 2, 3, 5, 6, 7, 8]] == 0).all() and out[1, 1:].isnan().all()
 
@@ -265,6 +266,60 @@ def test_nan_codes() -> None:
         assert out[0, 3].isnan() and out.isnan().sum() == 1
 
 
+def _nvfp4(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(m + n + k)
+    x, w = torch.randn(m, k, generator=g).to(BF16), torch.randn(n, k, generator=g)
+    return x, *pack.quantize_nvfp4(w)
+
+
+@at()
+@pytest.mark.parametrize("m", (1, 4, 5, 8, 9))  # two kernels; torch
+@pytest.mark.parametrize("k", (256, 768, 96))  # torch
+def test_nvfp4(m: int, k: int, place: str) -> None:
+    x, codes, scale, whole = _nvfp4(m, 24, k)
+    values = pack.nibble_values(codes, "e2m1", torch.float64) * scale.double().repeat_interleave(16, 1) * whole.double()
+    exact, magnitude = x.double() @ values.t(), x.double().abs() @ values.abs().t()
+    gate, up = exact.chunk(2, -1)
+    with running_on(place) as device:
+        given = [t.to(device) for t in (x, codes, scale)]
+        options = {"packed": "e2m1", "global_scale": whole.to(device)}
+        out = rtkernels.decode_linear(*given, **options).cpu()
+        gated = rtkernels.decode_linear(*given, act="silu", gated=True, **options).cpu()
+    assert ((out.double() - exact).abs() <= exact.abs() * 2.0**-8 + magnitude * 2.0**-20).all()
+    wanted = torch.nn.functional.silu(gate) * up
+    assert ((gated.double() - wanted).abs() <= wanted.abs() * 2.0**-8 + magnitude.amax() ** 2 * 2.0**-18).all()
+
+
+@emulated
+def test_nvfp4_as_a_backend() -> None:
+    """``scaled_mm(backend="decode")`` has the same kernel; blocks of scales are refused."""
+    x, codes, scale, whole = _nvfp4(3, 40, 512)
+    options = {"packed": (None, "e2m1"), "global_scale": whole, "backend": "decode"}
+    with rtkernels.emulate("sm_90"):
+        out = rtkernels.scaled_mm(x, codes, None, scale, **options)
+        assert torch.equal(out, rtkernels.decode_linear(x, codes, scale, packed="e2m1", global_scale=whole))
+        with pytest.raises(RtkError, match="e2m1 codes without e4m3 scales of 16"):
+            rtkernels.scaled_mm(x, codes, None, pack.swizzle_scales(scale), recipe="nvfp4", **options)
+
+
+@emulated
+@pytest.mark.parametrize("m", (2, 12))
+def test_global_scales_of_other_weights(m: int) -> None:
+    """Kernels do not read them, so plain torch runs."""
+    arguments, *_ = case("e4m3_row", m, 24, 256)
+    x, codes, scale, *_ = arguments
+    with rtkernels.emulate("sm_90"):
+        out = rtkernels.decode_linear(x, codes, scale, global_scale=torch.full((), 4.0))
+        torch.testing.assert_close(out, rtkernels.decode_linear(x, codes, scale * 4.0), rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("wrong", (torch.ones(2), torch.ones((), dtype=torch.float64)))
+def test_wrong_global_scales(wrong: torch.Tensor) -> None:
+    x, codes, scale, _ = _nvfp4(1, 8, 256)
+    with pytest.raises(ArgumentError, match=r"global_scale has dtype .*; expected one number of float32"):
+        rtkernels.decode_linear(x, codes, scale, packed="e2m1", global_scale=wrong)
+
+
 def test_what_the_kernel_does_not_take_runs_in_torch() -> None:
     checked(case("16bit", 3, 5, 13))
     checked(case("16bit", 17, 5, 64))
@@ -299,3 +354,6 @@ def emulated_coverage() -> None:
                         FORWARD.call(*case(name, m, 8, 64, dtype)[0])
             for name in ("16bit", "e4m3_row"):
                 FORWARD.call(*case(name, 9, 8, 64)[0])
+            for m in (1, 8):
+                x, codes, scale, whole = _nvfp4(m, 8, 256)
+                rtkernels.decode_linear(x, codes, scale, packed="e2m1", global_scale=whole)

@@ -1,4 +1,4 @@
-"""Decoding products of up to four rows: random shapes, layouts and launches; rows that leave no room for rings."""
+"""Decoding products of up to four rows, eight of e2m1 codes: random shapes, launches; rows without room for rings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rtkernels.runtime.build import cache
 from rtkernels.runtime.targets import Target
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-STEP = {"16bit": 8, "e4m3": 16, "int8": 16, "int4": 32, "uint4": 32}  # that k is a multiple of
-SCALES = {"16bit": ("", "tensor", "row"), "e4m3": ("", "tensor", "row", "block", "group")}
+STEP = {"16bit": 8, "e4m3": 16, "int8": 16, "int4": 32, "uint4": 32, "e2m1": 256}  # that k is a multiple of
+SCALES = {"16bit": ("", "tensor", "row"), "e2m1": ("nvfp4",), "e4m3": ("", "tensor", "row", "block", "group")}
 ACTS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x, "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
 }  # fmt: skip
@@ -37,16 +37,21 @@ def codes(kind: str, rows: int, k: int, dtype: torch.dtype, g: torch.Generator) 
             at = torch.rand(rows, k, generator=g) < 0.02
             stored.view(torch.uint8)[at] = special[torch.randint(0, 6, (int(at.sum()),), generator=g)]
         return stored, stored.double()
-    stored = torch.randint(0, 256, (rows, k // 2 if "4" in kind else k), generator=g).to(torch.uint8)
+    stored = torch.randint(0, 256, (rows, k if kind == "int8" else k // 2), generator=g).to(torch.uint8)
     if kind == "int8":
         return stored.view(torch.int8), stored.view(torch.int8).double()
     return stored, pack.nibble_values(stored, kind, torch.float64)
 
 
-def scales(kind: str, rows: int, k: int, g: torch.Generator) -> tuple[Tensor | None, Tensor]:
-    """Return scales and the factor of every weight."""
+def scales(kind: str, rows: int, k: int, g: torch.Generator, wide: bool) -> tuple[Tensor | None, Tensor]:
+    """Return scales and the factor of every weight; `wide`: NVFP4's are of any size."""
     if rows == 1 and kind in ("block", "group"):  # one row of them could be either
         kind = "row"
+    if kind == "nvfp4":
+        scale = torch.rand(rows, k // 16, generator=g) * 2
+        scale *= 2.0 ** torch.randint(-9, 8, scale.shape, generator=g) if wide else 1.0
+        scale = scale.masked_fill(torch.rand(rows, k // 16, generator=g) < 0.02, 0.0).to(FP8)
+        return inside(scale, 16), scale.double().repeat_interleave(16, 1)
     if not kind:
         return None, torch.ones(rows, k, dtype=torch.float64)
     row, deep = {"tensor": (rows, k), "row": (1, k), "block": (128, 128), "group": (1, 128)}[kind]
@@ -73,7 +78,7 @@ def random_shape(rng: random.Random) -> Callable[[Product, Target, int, bool], d
         while True:
             parts = rng.choice([n for n in (1, 1, 2, 4, 8) if n <= granules]) if "cluster" in target.features else 1
             octets, row_shift = rng.randint(-(-all_octets // 4), all_octets), rng.randint(0, 3)
-            streams = rng.random() < 0.8
+            streams = rng.random() < 0.8 or p.b.token == "e2m1"
             steps = granule * rng.randint(1, decode_plan._slot_steps(p, streams) // granule)
             own = -(-granules // parts) * granule
             shared = decode_plan._shared(p, octets, own, row_shift, parts, normed, steps if streams else 0)
@@ -89,7 +94,7 @@ def random_shape(rng: random.Random) -> Callable[[Product, Target, int, bool], d
 def test_random_products(seed: int, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, g = random.Random(f"{seed} {target}"), torch.Generator().manual_seed(seed)
     kind, dtype = rng.choice(list(STEP)), rng.choice((BF16, FP16))
-    m, k = rng.randint(1, 4), STEP[kind] * rng.randint(1, rng.choice((3, 1536 // STEP[kind])))
+    m, k = rng.randint(1, 8 if kind == "e2m1" else 4), STEP[kind] * rng.randint(1, rng.choice((3, 1536 // STEP[kind])))
     gated, normed = rng.random() < 0.3, rng.random() < 0.4
     act = rng.choice(("relu", "silu", "gelu") if gated else (None, None, "silu", "gelu"))
     n = rng.randint(1, rng.choice((9, 150)))
@@ -101,7 +106,9 @@ def test_random_products(seed: int, target: str, monkeypatch: pytest.MonkeyPatch
         x *= 2.0 ** torch.randint(-60, 60, (m, 1), generator=g)
     x = x[:1].expand(m, k) if rng.random() < 0.1 else inside(x, 8 * rng.randint(0, 2))
     stored, values = codes(kind, rows, k, dtype, g)
-    scale, factor = scales(rng.choice(SCALES.get(kind, SCALES["e4m3"])), rows, k, g)
+    scale, factor = scales(rng.choice(SCALES.get(kind, SCALES["e4m3"])), rows, k, g, dtype == BF16)
+    whole = torch.full((), 0.75) if kind == "e2m1" and rng.random() < 0.7 else None
+    factor = factor if whole is None else factor * whole
     values = values * factor
     bias = torch.randn(rows, generator=g).to(rng.choice((BF16, FP16, torch.float32))) if rng.random() < 0.4 else None
     residual = torch.randn(m, n, generator=g).to(dtype) if rng.random() < 0.4 else None
@@ -136,9 +143,9 @@ def test_random_products(seed: int, target: str, monkeypatch: pytest.MonkeyPatch
     own = decode_plan._together
     less = rng.choice((1, 3, 7, 32, 32))
     monkeypatch.setattr(decode_plan, "_together", lambda m, along_k, octets: min(less, own(m, along_k, octets)))
-    packed = kind if "int4" in kind else None
+    packed = kind if kind in ("int4", "uint4", "e2m1") else None
     with poisoned(), rtkernels.emulate(target, order=order):
-        out = FORWARD.call(x, stored, scale, bias, residual, gain, packed, act, gated, False, 1e-6, 1.0, times)
+        out = FORWARD.call(x, stored, scale, bias, residual, gain, whole, packed, act, gated, False, 1e-6, 1.0, times)
     wrong = ~((out.double() - exact).abs() <= slack)
     assert not wrong.any(), (kind, dtype, m, n, k, (out.double() - exact)[wrong][:4], slack[wrong][:4])
 

@@ -41,6 +41,7 @@ def emulated_coverage() -> None:
         with rtkernels.emulate(target):
             for left in (a[:4], a):
                 scaled_mm(left, b)
+            scaled_mm(a[:4], b, backend="skinny")
             for kind in ("1x128", "row", "1x16"):
                 scaled_mm(a, b, quant_out=kind)
             rtkernels.grouped_mm(a, stack, offs=offs)
