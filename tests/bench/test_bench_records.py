@@ -47,7 +47,8 @@ WITHOUT_RECORD = {
     *(
         f"attention_pages {batch} keys, 32/8 heads of 128, pages of 64 {dtype}"
         for batch, dtype in (
-            ("8 x 512 over 2048", "bfloat16"), ("24 x 1 and 4 x 1024 over 4096", "bfloat16"),
+            ("8 x 512 over 2048", "bfloat16"),
+            ("24 x 1 and 4 x 1024 over 4096", "bfloat16"),
             ("24 x 1 and 4 x 1024 over 4096", "float8_e4m3fn"),
         )
     ),
