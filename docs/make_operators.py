@@ -218,7 +218,7 @@ COMPOSITES = {
     "kron": "`mul.Tensor`", "resolve_conj": "`clone`", "resolve_neg": "`clone`",
 }  # fmt: skip
 FAMILY_REASONS = {
-    "gemm": "cuBLAS, which takes 0.91 to 1.05 of our time at ten recorded sizes; `rtkernels.scaled_mm` and others by name",
+    "gemm": "cuBLAS, which takes 0.91 to 1.05 of our time at ten sizes; `rtkernels.scaled_mm` and others by name",
     "attn": "torch's attention backends",
     "creation": "memset-class: only the host's time counts",
 }

@@ -45,6 +45,14 @@ WITHOUT_RECORD = {
     "adamw_4bit 500x2000000",
     "adamw_8bit 500x2000000",
     "adamw_fp8 500x2000000",
+    *(
+        f"attention_pages {batch} keys, 32/8 heads of 128, pages of 64 {dtype}"
+        for batch, dtype in (
+            ("8 x 512 over 2048", "bfloat16"),
+            ("24 x 1 and 4 x 1024 over 4096", "bfloat16"),
+            ("24 x 1 and 4 x 1024 over 4096", "float8_e4m3fn"),
+        )
+    ),
     "attention_quantized 8x4096 16 heads of 192/128 causal, e4m3 and bfloat16",
     "attention_quantized 8x4096 16 heads of 192/128 causal, e4m3 and e4m3",
     "lion_fp32 500x2000000",

@@ -63,8 +63,15 @@ NAMES = {
         *(
             f"model_executor/layers/quantization/input_quant_fp8.py:QuantFP8.{field}"
             for field in (
-                "static", "group_shape", "use_per_token_if_dynamic", "num_token_padding", "column_major_scales",
-                "tma_aligned_scales", "use_ue8m0", "is_group_quant", "group_size",
+                "static",
+                "group_shape",
+                "use_per_token_if_dynamic",
+                "num_token_padding",
+                "column_major_scales",
+                "tma_aligned_scales",
+                "use_ue8m0",
+                "is_group_quant",
+                "group_size",
             )
         ),
         "v1/attention/backend.py:AttentionBackend.get_supported_kernel_block_sizes",

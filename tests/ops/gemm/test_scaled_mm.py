@@ -219,24 +219,6 @@ def test_codes_of_8_bits_across_k(token: str, place: str) -> None:
     assert torch.equal(_run(place, a.codes, across[1], *scales, b_layout="nk", out=out), wanted)
 
 
-@at("cpu", "sm_80", "sm_90", "cuda")
-@pytest.mark.parametrize("token", ["e4m3", "int8", "int4"])
-def test_codes_without_a_unit_stride(token: str, place: str) -> None:
-    """Every other byte of a matrix twice as large, as [n, k] and as [k, n]; one row and one column, too."""
-    device = _device(place)
-    packed = {"packed": token} if token == "int4" else {}
-    for m, n in ((5, 24), (1, 24), (5, 1)):
-        a, b = codes(token, m, 48, device=device), codes(token, n, 48, device=device, seed=1)
-        wanted = _run(place, a.codes, b.codes, b_layout="nk", **packed)
-        spread = [
-            torch.stack((t.codes.view(torch.uint8),) * 2, -1).view(t.codes.dtype).flatten(-2)[:, ::2] for t in (a, b)
-        ]
-        wide = torch.stack((b.codes.view(torch.uint8).t(),) * 2, -1).view(b.codes.dtype).flatten(-2)[:, ::2]
-        automatic = ((spread[1], "auto"), (wide, "auto")) if n == 1 else ()
-        for right, layout in ((spread[1], "nk"), (spread[1].t(), "kn"), (wide, "kn"), (wide.t(), "nk"), *automatic):
-            assert torch.equal(_run(place, spread[0], right, b_layout=layout, **packed), wanted), (m, n, layout)
-
-
 def test_where_k_has_the_unit_stride_says_what_b_is() -> None:
     a, w = torch.randn(3, 8), torch.randn(8, 8)
     torch.testing.assert_close(scaled_mm(a, w), a @ w.t())

@@ -63,6 +63,19 @@ def test_index_select(place: str, kind: torch.dtype) -> None:
 
 
 @at()
+def test_index_select_into_rows_and_scales(place: str) -> None:
+    with running_on(place) as device:
+        x, indices = normal(7, 24).to(device), torch.tensor([3, 0, -1, 3], device=device)
+        for scale in (normal(7).to(device), normal(7, 5).to(device)):
+            out = torch.empty(4, 24, device=device), torch.empty(4, *scale.shape[1:], device=device)
+            found = index_select(x, indices, scale=scale, out=out)
+            assert found[0] is out[0] and found[1] is out[1]
+            for given, source in zip(out, (x, scale), strict=True):
+                rows = source.cpu().view(7, -1)
+                assert_same_bits(given.cpu().view(4, -1), selected(rows, indices.tolist()))
+
+
+@at()
 def test_index_select_layouts(place: str) -> None:
     with running_on(place) as device:
         base = normal(26, 40).to(device)

@@ -186,3 +186,16 @@ def test_what_is_not_explained() -> None:
         explain(scaled_mm, few, weight, backend="cutlass")
     with pytest.raises(ArgumentError, match="k has shape"):
         explain(attention, _empty(1, 8, 2, 64), _empty(8, 2, 64), _empty(1, 8, 2, 64))
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"), [("sm_89", "mma"), ("sm_120a", "mma"), ("sm_90a", None), ("sm_80", None)]
+)
+def test_explain_tells_what_runs_for_mxfp8(target: str, wanted: str | None) -> None:
+    x = torch.randn(1, 20, 2, 64).bfloat16()
+    codes, scale = rtkernels.quantize_mxfp8(x)
+    scale = scale.transpose(1, 2)
+    told = rtkernels.explain(rtkernels.attention_quantized, codes, codes, x, scale, scale, target=target)
+    assert told.backend == wanted
+    if wanted is None:
+        assert "no backend: attention of bfloat16 operands" in str(told)
