@@ -132,9 +132,9 @@ class _Unsupported(Exception):
 
 def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
     """Return the weights of linear layers as one matrix, its scales and biases, and if no kernel writes these now."""
-    weights, scale, few = [linear.weight for linear in linears], None, row_count(x.shape) <= OWN_ROWS
+    weights, scale, few_rows = [linear.weight for linear in linears], None, row_count(x.shape) <= OWN_ROWS
     if all(_is_served(linear) and not is_watched(linear) for linear in linears):
-        if not few:
+        if not few_rows:
             raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
         scale = adjacent([linear.weight_scale_inv for linear in linears])
         if scale is None or any(linear.out_features % served.BLOCK for linear in linears[:-1]):
