@@ -151,7 +151,8 @@ def steps(call: Paged, device: int) -> Steps:
     refused = unsupported_sm90(call, device_info(device).target)
     if call.backend == "sm90" and refused:
         raise ArgumentError(f"backend is 'sm90', which cannot run this: {refused}")
-    if level() and not call.codes and refused and "wgmma" in device_info(device).target.features:
+    has_keys = call.pages > 0 and call.lkv > 0
+    if level() and has_keys and not call.codes and refused and "wgmma" in device_info(device).target.features:
         refuse("attention over pages", f"keys in one piece are added in another order, because {refused}")
     by_wgmma = call.backend == "sm90" or (call.backend == "auto" and not refused)
     step, zeros = (_sm90 if by_wgmma else _mma)(call, device)

@@ -30,6 +30,9 @@ _PRODUCT = "one backend per types of operands, k is not split; refused: backends
 _ROW_SCALES = "refused: a scale that covers several rows"
 _SCALES_OF_TOKENS = "scales cover several tokens"
 _IN_ORDER = "level 3: adds 128 rows at a time to a float32 sum, in order"
+_OVER_PAGES = (
+    "refused over pages on sm_90: heads wider than 128, ALiBi, 3 or 7 query heads per key head (no power of two)"
+)
 _OF_WEIGHT = "refused at level 3: gradients of weights"
 PROMISES: dict[str, Promise] = {
     **dict.fromkeys(
@@ -70,8 +73,10 @@ PROMISES: dict[str, Promise] = {
     "quantize_int8": Promise(ROW, _ROW_SCALES),
     "quantize_nvfp4": Promise(ROW, "refused: without global_scale"),
     "attention": Promise(SEQUENCE, "the kernel of prompts for any number of queries; keys are not split"),
-    "attention_varlen": Promise(SEQUENCE, "as attention; refused over pages on sm_90: heads wider than 128, ALiBi"),
-    "attention_decode": Promise(SEQUENCE, "as attention; an 8-bit cache: the decoding kernel, keys are not split"),
+    "attention_varlen": Promise(SEQUENCE, f"as attention; {_OVER_PAGES}"),
+    "attention_decode": Promise(
+        SEQUENCE, f"as attention; an 8-bit cache: the decoding kernel, keys are not split; {_OVER_PAGES}"
+    ),
     "mla_attention": Promise(SEQUENCE, "as attention"),
     "sdpa": Promise(SEQUENCE, "as attention"),
     "mla_decode": Promise(SEQUENCE, "keys are not split"),

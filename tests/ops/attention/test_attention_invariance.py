@@ -138,11 +138,15 @@ def test_gradients_of_a_sequence(causal: bool, place: str) -> None:
 
 
 @at("sm_90")
-def test_wide_heads_over_pages_are_refused(place: str) -> None:
-    q, cache = _normal(2, 1, 256, seed=0), _normal(2, PAGE, 1, 256, seed=1)
+@pytest.mark.parametrize(("heads", "width"), [(1, 256), (3, 64), (7, 64)])
+def test_what_is_refused_over_pages(heads: int, width: int, place: str) -> None:
+    q, cache = _normal(2, heads, width, seed=0), _normal(2, PAGE, 1, width, seed=1)
     lengths, table = torch.ones(2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)[:, None]
-    with running_on(place), rtk.batch_invariant(1), pytest.raises(ArgumentError, match="batch-invariant"):
-        rtk.attention_decode(q, cache, cache, lengths, page_table=table)
+    with running_on(place), rtk.batch_invariant(1):
+        with pytest.raises(ArgumentError, match="batch-invariant"):
+            rtk.attention_decode(q, cache, cache, lengths, page_table=table)
+        rtk.attention_decode(q, *(cache[:, :1],) * 2, lengths)  # the same without pages
+        assert not rtk.attention_decode(q, *(cache[:0],) * 2, 0 * lengths, page_table=table[:, :0]).any()
 
 
 @EXACT
