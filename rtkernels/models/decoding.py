@@ -384,5 +384,5 @@ replace.register("decode_head", _head)
 def replace_head(model: nn.Module) -> None:
     """Let the head of a model compute with the kernel for few rows in decoding steps."""
     found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(found) in (nn.Linear, served.ServedLinear) and "forward" not in found.__dict__:
+    if type(found) in (nn.Linear, served.ServedLinear, QuantizedLinear) and "forward" not in found.__dict__:
         replace.replace(found, Recognized("decode_head", ()))

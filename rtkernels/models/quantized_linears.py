@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rtkernels.models import replace
 from rtkernels.models.merged import adjacent, is_watched
 from rtkernels.nn.quantized_linear import QuantizedLinear
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
@@ -29,7 +30,7 @@ class Codes(NamedTuple):
 def _are_alike(linears: Sequence[nn.Module]) -> bool:
     first = linears[0]
     return all(
-        type(m) is QuantizedLinear
+        replace.original_of(type(m)) is QuantizedLinear
         and (m.weights, m.group, m.activations, m.backend) == (first.weights, first.group, None, first.backend)
         and (m.in_features, m.weight.device) == (first.in_features, first.weight.device)
         for m in linears

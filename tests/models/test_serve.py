@@ -143,17 +143,23 @@ def test_steps_on_the_emulator(weights: str) -> None:
 
 
 @pytest.mark.parametrize(("weights", "group"), [("int8", 0), ("int8", 128), ("fp8", 0), ("int4", 0), ("nvfp4", None)])
-def test_steps_of_layers_that_users_quantised(weights: str, group: int | None) -> None:
+def test_steps_of_layers_that_users_quantised(
+    weights: str, group: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any format that `decode_linear` takes, of the head, too."""
     model, ids = model_of("qwen3"), tokens(2, 9)
     for name, module in list(model.model.named_modules()):
         if isinstance(module, nn.Linear):
             path, _, child = name.rpartition(".")
             layer = QuantizedLinear.from_linear(module, weights, group)
             setattr(model.model.get_submodule(path), child, layer)
+    model.lm_head = QuantizedLinear.from_linear(model.lm_head, weights, group)
     exact = logits(dequantized(model), ids)[:, -1]
     before = error(logits(model, ids)[:, -1], exact)
+    calls = _calls(monkeypatch)
     report = models.patch(model, attention=True, fused_layers=True)
     assert error(_step(model, ids), exact) <= 1.5 * before + 1e-3
+    assert calls[-1][1].shape[0] == model.config.vocab_size and calls[-1][1].element_size() == 1
     reasons = {"its projections have different global scales"} if weights == "nvfp4" else {None}
     assert set(report.in_steps.values()) == reasons
 
