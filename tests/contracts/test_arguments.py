@@ -127,7 +127,7 @@ def test_what_a_copy_reads_needs_no_grad_either() -> None:
 
 
 # Gradients and what a forward saved are where autograd found them; lists are looked at in test_multi_tensor.
-_BY_AUTOGRAD = ("_bwd", "cross_entropy_scale", "cross_entropy_bwd_in_place", "multi_adamw_")
+_BY_AUTOGRAD = ("_bwd", "cross_entropy_scale", "cross_entropy_bwd_in_place", "multi_adamw_", "multi_lion_")
 
 
 def _calls_with_several_tensors(but: tuple[str, ...] = ()) -> Iterator[Any]:

@@ -236,6 +236,55 @@ def test_wrong_options(options: dict, message: str) -> None:
         Lion([Parameter(torch.ones(3))], **options)
 
 
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("make", (Lion, AdamW))
+def test_a_group_of_every_dtype_and_size(place: str, make: type) -> None:
+    """As if every parameter had an optimizer of its own."""
+    dtypes = (B16, F32, F16, B16, F32)
+    shapes = ((70, 64), (4096,), (5001,), (3,), (0, 4))
+    for options in ({"state": "8bit"}, {"state": "8bit", "master": False}, {}):
+        with running_on(place) as device:
+            g = torch.Generator().manual_seed(0)
+            values = [torch.randn(s, generator=g).to(device, d) for s, d in zip(shapes, dtypes, strict=True)]
+            grads = [torch.randn(s, generator=g).to(device) for s in shapes]
+            together, alone = ([Parameter(v.clone()) for v in values] for _ in range(2))
+            optimizers = [make(together, lr=1e-2, **options), *(make([p], lr=1e-2, **options) for p in alone)]
+            for params in (together, alone):
+                for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+                    p.grad = None if i == 3 else grad.to(p.dtype)
+            for optimizer in optimizers:
+                optimizer.step()
+        for p, q in zip(together, alone, strict=True):
+            assert_same_bits(p.detach(), q.detach())
+        assert together[3] not in optimizers[0].state
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("options", ({}, {"state": "8bit", "master": False}), ids=("fp32", "8bit"))
+def test_bad_parameters(place: str, options: dict) -> None:
+    with running_on(place) as device:
+        for make in (Lion, AdamW):
+            double = Parameter(torch.ones(3, device=device, dtype=torch.float64))
+            gaps = Parameter(torch.ones(80, 128, device=device)[:, :64])
+            same = Parameter(torch.ones(1, device=device).expand(5000))
+            sparse = Parameter(torch.ones(80, 64, device=device))
+            turned = Parameter(torch.ones(80, 64, device=device))
+            for p, grad, message in (
+                (double, torch.ones_like(double), r"a parameter is torch\.float64"),
+                (gaps, torch.ones(80, 64, device=device), r"weights\[0\] has shape \(80, 64\) and strides \(128, 1\)"),
+                (same, torch.ones(5000, device=device), r"weights\[0\] has shape \(5000,\) and strides \(0,\)"),
+                (sparse, torch.ones_like(sparse).to_sparse(), r"grads\[0\] has layout torch\.sparse_coo"),
+                (
+                    turned,
+                    torch.ones(64, 80, device=device).t(),
+                    r"grads\[0\] has strides \(1, 80\); expected \(64, 1\)",
+                ),
+            ):
+                p.grad = grad
+                with pytest.raises(ArgumentError, match=message):
+                    make([p], **options).step()
+
+
 @pytest.mark.gpu
 def test_captured_steps() -> None:
     params = [Parameter(torch.randn(100, 80, device="cuda").bfloat16()) for _ in range(2)]

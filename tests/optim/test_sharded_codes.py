@@ -200,8 +200,21 @@ def _checkpoints(mesh: Any, path: str) -> None:
         assert float(optimizer.state[p]["step"]) == 2.0
 
 
+def _muon(mesh: Any, path: str) -> None:
+    """Owners are dealt matrices: more processes than rows, and more matrices than processes."""
+    for shape in (UNEVEN, (3, 40)):
+        alone, shared = (Muon([_parameter(shape, m) for _ in range(3)], lr=0.1) for m in (None, mesh))
+        for step in range(2):
+            _step(alone, step)
+            _step(shared, step)
+        for p, q in zip(alone.param_groups[0]["params"], shared.param_groups[0]["params"], strict=True):
+            torch.testing.assert_close(_whole(q), p.detach(), rtol=2e-2, atol=2e-2)
+            mine, theirs = (one.state[r]["momentum_buffer"] for one, r in ((alone, p), (shared, q)))
+            torch.testing.assert_close(_whole(theirs), mine, rtol=1e-6, atol=1e-7)
+
+
 def _everything(mesh: Any, path: str) -> None:
-    for check in (_same_bits, _changing_shards, _gathered, _checkpoints):
+    for check in (_same_bits, _muon, _changing_shards, _gathered, _checkpoints):
         check(mesh, path)
 
 
