@@ -113,7 +113,8 @@ RESULTS: dict[str, list[Case]] = {
 
 # ---- options that are one of a few words ----------------------------------------------------------------------------
 
-_PRODUCT_ACTS, _GLU_ACTS = "relu silu gelu_tanh gelu", "silu gelu_tanh gelu_erf relu relu2 sigmoid none swiglu_oai quick_gelu"
+_PRODUCT_ACTS = "relu silu gelu_tanh gelu"
+_GLU_ACTS = "silu gelu_tanh gelu_erf relu relu2 sigmoid none swiglu_oai quick_gelu"
 _RECIPES = "auto none tensor row block_1x128_128x128 block_1x128_1x128 block_128x128_128x128 tile mx32 nvfp4"
 _PACKED = "int4 uint4 e2m1"
 _FP8_RECIPES = "block row tensor hadamard"

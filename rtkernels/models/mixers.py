@@ -7,9 +7,10 @@ form gives the results and gradients of ours on the CPU. Calls that our ops do n
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from rtkernels.models.rope_view import viewed
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALVES, torch.float32)
 _SILU = ("silu", "swish")
+_PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 Function = Callable[..., Any]
 
 
@@ -61,7 +63,7 @@ def left_alone(module: nn.Module) -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason}
 
 
-@cache
+@functools.cache
 def _why_not(function: Function, name: str) -> str:
     """Return why a function is not replaced, "" if it is."""
     try:
@@ -121,7 +123,36 @@ def _starts(kwargs: dict[str, Any], batch: int) -> Tensor | None:
 
 
 def _is_packed(kwargs: dict[str, Any]) -> bool:
-    return any(kwargs.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"))
+    return any(kwargs.get(name) is not None for name in _PACKED)
+
+
+def _apart(
+    starts: Tensor, state: Tensor | None, tensors: tuple[Tensor, ...], call: Function, dim: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result and the final states of the model's own function, called for one packed sequence after another.
+
+    `call` takes the rows of a sequence in `tensors` and its initial state. Plain torch forms ignore or refuse packed
+    sequences. The starts are read on the host.
+    """
+    bounds, out = starts.tolist(), None
+    states: list[Tensor | None] = [None if state is None else state[i : i + 1] for i in range(len(bounds) - 1)]
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        if end <= first:
+            continue
+        own, states[i] = call(*(t.narrow(dim, first, end - first) for t in tensors), states[i])
+        if out is None:
+            shape = list(own.shape)
+            shape[dim] = tensors[0].shape[dim]
+            out = own.new_zeros(shape)
+        out.narrow(dim, first, end - first).copy_(own)
+    known = next((s for s in states if s is not None), None)
+    if out is None:
+        return call(*tensors, state)
+    return out, known if known is None else torch.cat([torch.zeros_like(known) if s is None else s for s in states])
+
+
+def _unpacked(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _PACKED}
 
 
 def _alike(*tensors: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -139,7 +170,14 @@ def _convolution(original: Function) -> Function:
             and 2 <= weight.shape[-1] <= 8
             and activation in (None, *_SILU)
         )
-        starts = _starts(kwargs, hidden_states.shape[0]) if fits else None
+        starts = _starts(kwargs, hidden_states.shape[0])
+        if not fits and starts is not None:
+            plain = _unpacked(kwargs)
+            found = _apart(
+                starts, None, (hidden_states,),
+                lambda x, _: (original(x, weight, bias, activation=activation, **plain), None), -1,
+            )  # fmt: skip
+            return found[0]
         if not fits or (starts is None and _is_packed(kwargs)):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         act, x = "silu" if activation else None, hidden_states.transpose(1, 2)
@@ -189,11 +227,18 @@ def _delta_rule(original: Function) -> Function:
             and value.shape[2] % query.shape[2] == 0
             and (starts is not None or not packed)
         )
-        if not fits:
+
+        def own(q, k, v, g, beta, state, **more):
             return original(
-                query, key, value, g=g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
+                q, k, v, g=g, beta=beta, initial_state=state, output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more,
             )  # fmt: skip
+
+        if not fits and starts is not None:
+            call = functools.partial(own, **_unpacked(kwargs))
+            return _apart(starts, initial_state, (query, key, value, g, beta), call)
+        if not fits:
+            return own(query, key, value, g, beta, initial_state, **kwargs)
         tensors = (query, key, value, g, beta)
         if initial_state is not None and query.shape[1] == 1 and not torch.is_grad_enabled() and starts is None:
             state = initial_state.float().clone(memory_format=torch.contiguous_format)  # the caller's does not change
@@ -226,11 +271,24 @@ def _scan(original: Function) -> Function:
             and B.shape[-1] <= 256
             and (starts is not None or not packed)
         )
-        if not fits:
+
+        def own(x, dt, B, C, state, z=None, **more):
             return original(
-                hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=initial_states,
-                dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, z=z, **kwargs,
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=state,
+                dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=return_final_states, z=z, **more,
             )  # fmt: skip
+
+        if not fits and starts is not None and z is None:
+            plain = _unpacked(kwargs)
+
+            def call(*given):
+                found = own(*given, **plain)
+                return found if return_final_states else (found, None)
+
+            found = _apart(starts, initial_states, (hidden_states, dt, B, C), call)
+            return found if return_final_states else found[0]
+        if not fits:
+            return own(hidden_states, dt, B, C, initial_states, z=z, **kwargs)
         options = {
             "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit),
             "initial_state": initial_states, "return_state": return_final_states, "cu_seqlens": starts,
@@ -273,9 +331,7 @@ def _scan_step(original: Function) -> Function:
                 state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs
             )
         factors = {"D": None if D is None else D[:, 0], "dt_bias": None if dt_bias is None else dt_bias[:, 0]}
-        out = rtkernels.ssd_step(
-            hidden_states, dt[..., 0], A[:, 0, 0], B, C, state, dt_softplus=dt_softplus, **factors
-        )
+        out = rtkernels.ssd_step(hidden_states, dt[..., 0], A[:, 0, 0], B, C, state, dt_softplus=dt_softplus, **factors)
         return out if z is None else rtkernels.glu(z, out)
 
     return mamba2_selective_state_update

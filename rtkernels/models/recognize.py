@@ -252,7 +252,7 @@ def mlp(module: nn.Module) -> Recognized:
         ]
     clamps = limits(module)
     kinds += [
-        (f"glu with {act} and a limit", Recognized("named_mlp", (("act", act), ("projections", names), ("limit", name))))
+        (f"{act} and a limit", Recognized("named_mlp", (("act", act), ("projections", names), ("limit", name))))
         for name in clamps
         for act, usual in CLAMPS.items()
         for names in places

@@ -185,9 +185,7 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
     return _named_mlp(original, act, Projections(*first, "down_proj"))
 
 
-def _named_mlp(
-    original: type[nn.Module], act: str, projections: Projections, limit: str | None = None
-) -> Forward:
+def _named_mlp(original: type[nn.Module], act: str, projections: Projections, limit: str | None = None) -> Forward:
     own, name, names, dropout = original.forward, _input_name(original), projections.names, projections.dropout
     first = names if projections.down is None else names[:-1]
     called = names if dropout is None else (*names, dropout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ pytest.importorskip("transformers", minversion="5.20")
 
 from bench.zoo import build
 from rtkernels import models
+from rtkernels.models import mixers
 
 # Class, modules that call our ops, and parts of the reasons why others do not.
 MODELS: dict[str, tuple[str, list[str]]] = {
@@ -96,24 +98,59 @@ def test_decoding(name: str) -> None:
     assert bool((same | (gap < 0.05 * want.abs().amax(-1))).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "Mamba2ForCausalLM", "KimiLinearForCausalLM"])
-def test_packed_sequences(name: str) -> None:
-    """Linear layers keep packed sequences apart, for which transformers needs fla or mamba_ssm."""
-    model = small(name).eval()
+def test_packed_sequences(name: str, dtype: torch.dtype) -> None:
+    """Linear layers keep packed sequences apart, for which transformers needs fla or mamba_ssm; in fp32 one by one."""
+    model = small(name).to(dtype).eval()
     patched(model)
     (layer,) = [m for m in model.modules() if type(m).__name__ == MODELS[name][0]][:1]
     width = next(m for m in layer.modules() if isinstance(m, nn.Linear)).in_features
-    x = torch.randn(1, 80, width, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randn(1, 80, width, generator=torch.Generator().manual_seed(2)).to(dtype)
     starts = torch.tensor([0, 11, 80], dtype=torch.int32)
     with torch.no_grad():
         whole = layer(x, cu_seq_lens_q=starts)
         parts = torch.cat([layer(x[:, :11]), layer(x[:, 11:])], 1)
         assert distance(layer(x), parts) > 0.05
-    assert distance(whole, parts) < 0.01
+    assert distance(whole, parts) < (0.01 if dtype == torch.bfloat16 else 1e-5)
     if name == "Mamba2ForCausalLM":
         index = torch.cat((torch.zeros(11), torch.ones(69))).int().unsqueeze(0)
         with torch.no_grad():
             assert torch.equal(layer(x, seq_idx=index), whole)
+
+
+def test_packed_sequences_of_other_sizes() -> None:
+    """Calls that ours does not take: heads of 12 elements; lengths 0 and 1, a state before, tokens of no sequence."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    rule = mixers._delta_rule(qwen.torch_chunk_gated_delta_rule)
+    generator = torch.Generator().manual_seed(3)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).requires_grad_()
+
+    state = leaf(4, 2, 12, 12)
+    tensors = (*(leaf(1, 30, 2, 12) for _ in range(3)), leaf(1, 30, 2), leaf(1, 30, 2))
+    starts = torch.tensor([0, 7, 7, 8, 25], dtype=torch.int32)
+
+    def run(*given: Tensor, **options) -> tuple[Tensor, Tensor]:
+        *rows, decay, strength = given
+        return rule(
+            *rows, g=-decay.square(), beta=strength.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True,
+            **options,
+        )  # fmt: skip
+
+    out, final = run(*tensors, cu_seqlens=starts, initial_state=state)
+    assert out.shape == (1, 30, 2, 12) and not out[:, 25:].any() and torch.equal(final[1], state[1])
+    grads = torch.autograd.grad(out.sum() + final.square().sum(), (*tensors, state))
+    total = final[1:2].square().sum()
+    for i, (first, end) in enumerate(pairwise([0, 7, 7, 8, 25])):
+        if end > first:
+            y, last = run(*(t[:, first:end] for t in tensors), initial_state=state[i : i + 1])
+            assert distance(out[:, first:end], y) < 1e-6 and distance(final[i : i + 1], last) < 1e-6
+            total = total + y.sum() + last.square().sum()
+    for got, want in zip(grads, torch.autograd.grad(total, (*tensors, state)), strict=True):
+        assert distance(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "KimiLinearForCausalLM", "NemotronHForCausalLM"])
