@@ -96,7 +96,7 @@ def glu_blocks_in_z() -> None:
     x, up, y = normal(60, 16), normal(60, 16, seed=1), torch.full((60, 16), torch.nan)
     with emulate():
         run = emulator.on_host(glu_plan._FWD, ("fp32", "Silu", 4, 2))
-        run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2))
+        run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2, math.inf))
     torch.testing.assert_close(y, torch.nn.functional.silu(x) * up)
 
 

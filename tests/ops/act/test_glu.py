@@ -174,7 +174,7 @@ def test_rows_of_blocks_in_z() -> None:
     x, up, y = torch.randn(60, 16), torch.randn(60, 16), torch.full((60, 16), torch.nan)
     with rtkernels.emulate():
         run = rtkernels.emulator.on_host(glu_plan._FWD, ("fp32", "Silu", 4, 2))
-        run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2))  # 16 rows for each block
+        run((1, 2, 2), 32, (x, up, 0, y, 60, 16, 16, 16, 0, 2, math.inf))  # 16 rows for each block
     assert_close(y, F.silu(x.double()) * up.double(), c=8)
 
 
