@@ -25,7 +25,8 @@ def states_of(
     steps = [state["step"].item() for state in states.values()]
     result = {}
     for (i, state), step in zip(states.items(), steps, strict=True):
-        found = {"step": int(step)} if to == "bitsandbytes" else {"step": torch.tensor(step, dtype=torch.float32)}
+        kept = int(step) if to == "bitsandbytes" else torch.tensor(step, dtype=torch.float32, device="cpu")
+        found: dict[str, Any] = {"step": kept}
         p, kind = params[i], kinds[i]
         found |= _for_torchao(p, state, kind) if to == "torchao" else moments.loaded(p, state, KINDS[to])
         result[i] = found | ({"master": state["master"].clone()} if "master" in state else {})
@@ -41,7 +42,7 @@ def group_of(group: dict[str, Any], to: str) -> dict[str, Any]:
     kept = {name: group[name] for name in _KEPT}
     if to == "bitsandbytes":
         return {**kept, "lr": float(kept["lr"]), "state": "8bit"}
-    lr = torch.as_tensor(kept["lr"], dtype=torch.float32).detach().cpu().reshape(()).clone()
+    lr = torch.as_tensor(kept["lr"], dtype=torch.float32, device="cpu").detach().reshape(()).clone()
     return {**kept, "lr": lr, "amsgrad": False}
 
 

@@ -313,7 +313,7 @@ def sharded(mine: Tensor, like: Any) -> Any:
     """Return a DTensor of this process's shard, sharded like another one."""
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(like.shape, device="meta").stride()
+    stride = torch.empty(like.shape, dtype=like.dtype, device="meta").stride()
     return DTensor.from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
     )  # fmt: skip

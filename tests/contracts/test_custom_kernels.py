@@ -86,7 +86,7 @@ def test_own_headers_come_from_the_folder_of_the_unit(unit: Path) -> None:
 
 def test_the_key_follows_every_file(unit: Path) -> None:
     def now() -> str:
-        return key.key(str(unit), ["rtk::k<1>"], targets.parse("sm_80"), (), (13, 0))
+        return key.make_request("softsign", str(unit), ["rtk::k<1>"], targets.parse("sm_80"), (), (13, 0)).key
 
     before = now()
     (unit.parent / "mine" / "inner.cuh").write_text("#pragma once\nint a;\n")

@@ -165,7 +165,8 @@ def _reference_backward(
         dx, of_rate = ((ddecay * t).masked_fill(ddecay == 0, 0) for t in (by_x, by_rate))
         dg = dx.to(g.dtype) if need_g else None
         if need_factors:
-            drate = of_rate.reshape(-1, *A_log.shape, g.shape[-1] // A_log.shape[0]).sum((0, 2)).to(A_log.dtype)
+            columns = g.shape[-1] // max(A_log.shape[0], 1)
+            drate = of_rate.flatten(0, -2).sum(0).unflatten(0, (A_log.shape[0], columns)).sum(1).to(A_log.dtype)
             dbias = None if dt_bias is None else dx.flatten(0, -2).sum(0).view(dt_bias.shape).to(dt_bias.dtype)
     if need_beta:
         slope = _sigmoid_slope(beta.to(dstrength.dtype)) if sigmoid else torch.ones_like(dstrength)

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from textwrap import indent
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -62,10 +62,17 @@ def _checks(
     return lines, scope
 
 
+@overload
+def public(function: F, /) -> F: ...
+@overload
+def public(
+    function: None = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
+    options: Mapping[str, Among | Within] | None = None,
+) -> Callable[[F], F]: ...  # fmt: skip
 def public(
     function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
     options: Mapping[str, Among | Within] | None = None,
-) -> F:  # fmt: skip
+) -> Any:  # fmt: skip
     """Make a function public.
 
     Args:

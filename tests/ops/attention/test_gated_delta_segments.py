@@ -82,7 +82,8 @@ def both(rows: int, **given: Tensor) -> list[tuple[Tensor, ...]]:
             leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
             results = gated_delta_rule(**leaves, return_state=True, l2norm=True)
             incoming = [random(*t.shape, seed=30 + i).to(t) for i, t in enumerate(results)]
-            found.append((*(t.detach() for t in results), *torch.autograd.grad(results, list(leaves.values()), incoming)))
+            gradients = torch.autograd.grad(results, list(leaves.values()), incoming)
+            found.append((*(t.detach() for t in results), *gradients))
     return found
 
 
