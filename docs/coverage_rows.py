@@ -8,7 +8,7 @@ partly covered, and once it works, the gap is closed by itself. None stands for 
 ENTRIES = {
     "FlagGems": [
         "moe_align_block_size_triton", "conv1d", "conv2d", "conv3d", "conv_depthwise2d", "apply_gems_patches_to_vllm",
-        "enable", "only_enable", "use_gems", "all_ops", "pointwise_dynamic",
+        "enable", "only_enable", "use_gems", "all_ops",
     ],
 }  # fmt: skip
 
