@@ -46,7 +46,7 @@ template <typename T, typename Act, int VEC, int ROWS>
 __global__ void __launch_bounds__(256)
     glu_fwd(const T* gate, const T* up, const void* weight, T* y, i64 rows, i64 cols, i64 gate_stride, i64 up_stride,
             i64 weight_fp32, i64 lane_bits, double limit) {
-    const float most = static_cast<float>(limit);
+    const float bound = static_cast<float>(limit);
     if (up == nullptr) up = gate + cols;
     const Tile<VEC, ROWS> tile(lane_bits);
     if (tile.column >= cols) return;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(256)
             unpack<T, VEC>(up_raw[r], u);
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
-                g[i] = gated<Act, sizeof(T) == 2>(g[i], most).value * partner<Act>(u[i], most).value * w;
+                g[i] = gated<Act, sizeof(T) == 2>(g[i], bound).value * partner<Act>(u[i], bound).value * w;
             store<T, VEC>(y + row * cols + tile.column, g);
         }
     }
