@@ -309,21 +309,21 @@ def _experts(
     def forward(self, hidden_states, top_k_index, top_k_weights):
         if hidden_states.dtype != self.gate_up_proj.dtype or hidden_states.dim() != 2 or has_watched_child(self):
             return own(self, hidden_states, top_k_index, top_k_weights)
-        bound = None if limit is None else getattr(self, limit)
+        highest = None if limit is None else getattr(self, limit)
         index = rtkernels.moe_index(top_k_index, self.num_experts)
         ends, tokens = index.offsets[1:], _token_blocks(index) if starts_from_result() else None
         if bias:
             expert = _expert_of_row(index)
             both = _grouped(rtkernels.moe_permute(hidden_states, index), self.gate_up_proj, ends, transposed, tokens)
             both = _BiasAndHalves.apply(both, self.gate_up_proj_bias, expert, not concatenated)
-            y = _grouped(glu(both, act=act, limit=bound), self.down_proj, ends, transposed, tokens)
+            y = _grouped(glu(both, act=act, limit=highest), self.down_proj, ends, transposed, tokens)
             y = _BiasAndHalves.apply(y, self.down_proj_bias, expert, False)
             return rtkernels.moe_unpermute(y, index, probs=top_k_weights, dense_probs=False)
         permuted = rtkernels.moe_permute(hidden_states, index, probs=top_k_weights, dense_probs=False)
         both = _grouped(permuted.y, self.gate_up_proj, ends, transposed, tokens)
         gate, up = (both, None) if concatenated else (both[..., ::2], both[..., 1::2])
         # Scaling rows by their routing weight commutes with the second product.
-        inner = glu(gate, up, act=act, weight=permuted.probs, limit=bound)
+        inner = glu(gate, up, act=act, weight=permuted.probs, limit=highest)
         return rtkernels.moe_unpermute(_grouped(inner, self.down_proj, ends, transposed, tokens), index)
 
     return forward

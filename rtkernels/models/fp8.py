@@ -145,7 +145,7 @@ class _GluCodes(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if ctx.private:
             return *glu_gradient(dy, gate, up, None, ctx.act, False)[:2], None, None
-        dx, dup, _ = glu.BACKWARD(dy, gate, up, None, ctx.act, glu.check_limit(ctx.act, None), False)
+        dx, dup, _ = glu.BACKWARD(dy, gate, up, None, ctx.act, False)
         return dx, dup if up is not None else None, None, None
 
 

@@ -272,8 +272,8 @@ def mlp(module: nn.Module) -> Recognized:
         return twin_of(module, {}, maps, sizes, training)
 
     # Behind large inputs a clamped gate has only slopes near 0, whose rounding would decide.
-    largest = max((getattr(module, name) for name in clamps), default=1e2)
-    return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8, rows=2 * largest))
+    bound = max((getattr(module, name) for name in clamps), default=1e2)
+    return prove(module, widths[0], kinds, twin, settings_for(widths[0], 1e8, rows=2 * bound))
 
 
 def _default_features(name: str, widths: tuple[int, int, int]) -> tuple[int, int]:

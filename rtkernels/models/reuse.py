@@ -64,35 +64,28 @@ def is_private(*tensors: Tensor | None) -> bool:
 
 
 def glu_gradient(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    act: str,
-    need_weight: bool,
-    limit: float | None = None,
+    dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, act: str, need_weight: bool
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of gate, up and weight. They overwrite gate and up unless the graph is retained."""
-    limit = activation.check_limit(act, limit)
     if is_legacy_batched(dy) or is_kept() or any(may_overlap(dy, t) for t in (gate, up) if t is not None):
-        dx, dup, dweight = activation.BACKWARD(dy, gate, up, weight, act, limit, need_weight)
+        dx, dup, dweight = activation.BACKWARD(dy, gate, up, weight, act, need_weight)
     else:
         dx, dup = gate.detach(), None if up is None else up.detach()
-        dweight = activation.BACKWARD_OVER(dy, dx, dup, weight, act, limit, need_weight)
+        dweight = activation.BACKWARD_OVER(dy, dx, dup, weight, act, need_weight)
     return dx, None if up is None else dup, dweight if need_weight else None
 
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, weight, act, limit):
-        ctx.act, ctx.limit = act, limit
+    def forward(ctx, gate, up, weight, act):
+        ctx.act = act
         ctx.save_for_backward(gate, up, weight)
-        return activation.FORWARD(gate, up, weight, act, activation.check_limit(act, limit))
+        return activation.FORWARD(gate, up, weight, act)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return *glu_gradient(dy, *ctx.saved_tensors, ctx.act, ctx.needs_input_grad[2], ctx.limit), None, None
+        return *glu_gradient(dy, *ctx.saved_tensors, ctx.act, ctx.needs_input_grad[2]), None
 
 
 _own_glu = applied(_Glu)
@@ -103,7 +96,7 @@ def glu(
 ) -> Tensor:
     """Return ``rtkernels.glu`` of tensors that the caller computed and that nothing else uses."""
     if is_private(gate, up):
-        return _own_glu(gate, up, weight, act, limit)
+        return _own_glu(gate, up, weight, activation.act_with_limit(act, limit))
     return rtkernels.glu(gate, up, act=act, weight=weight, limit=limit)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -34,7 +33,7 @@ def _near(rows: int = 2) -> torch.Tensor:
 def _glu_backward(which: int) -> None:
     given = [_near(), _near(), _near()]
     given[which] = far_rows(COLS)
-    glu.BACKWARD(*given, None, *_SILU, False)
+    glu.BACKWARD(*given, None, "silu", False)
 
 
 def _topk_router() -> None:
@@ -54,16 +53,15 @@ def _scattered(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_SILU = "silu", math.inf
 CALLS: dict[str, Callable[[], object]] = {
-    "glu": lambda: glu.FORWARD(far_rows(COLS), None, None, *_SILU),
-    "glu_gate": lambda: glu.FORWARD(far_rows(COLS), _near(), None, *_SILU),
-    "glu_narrow": lambda: glu.FORWARD(far_rows(COLS - 2), None, None, *_SILU),
-    "glu_up": lambda: glu.FORWARD(_near(), far_rows(COLS), None, *_SILU),
+    "glu": lambda: glu.FORWARD(far_rows(COLS), None, None, "silu"),
+    "glu_gate": lambda: glu.FORWARD(far_rows(COLS), _near(), None, "silu"),
+    "glu_narrow": lambda: glu.FORWARD(far_rows(COLS - 2), None, None, "silu"),
+    "glu_up": lambda: glu.FORWARD(_near(), far_rows(COLS), None, "silu"),
     "glu_dy": lambda: _glu_backward(0),
     "glu_gate_bwd": lambda: _glu_backward(1),
     "glu_up_bwd": lambda: _glu_backward(2),
-    "glu_weight_grad": lambda: glu.BACKWARD(far_rows(COLS), _near(), _near(), _near()[:, 0].clone(), *_SILU, True),
+    "glu_weight_grad": lambda: glu.BACKWARD(far_rows(COLS), _near(), _near(), _near()[:, 0].clone(), "silu", True),
     "rms_norm": lambda: rms_norm.FORWARD(far_rows(COLS), None, 1e-6, 0.0),
     "rms_norm_residual": lambda: rms_norm.ADD_FORWARD(_near(), far_rows(COLS), None, 1e-6, 0.0),
     "rms_norm_bwd": lambda: rms_norm.BACKWARD(_near(), far_rows(COLS), None, None, 1e-6, 0.0, False),

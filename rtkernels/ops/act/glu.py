@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.act.glu_plan import KERNELS, check_bwd, check_inputs, check_limit, plan_bwd, plan_fwd, result_shape
+from rtkernels.ops.act.glu_plan import (
+    KERNELS,
+    act_with_limit,
+    check_bwd,
+    check_fwd,
+    plan_bwd,
+    plan_fwd,
+    result_shape,
+    split_act,
+)
 from rtkernels.ops.act.glu_reference import gradients, halves, partner_and_slope, value_and_slope
 from rtkernels.ops.shared.row_quant import Quant
 from rtkernels.runtime.call.public import public
@@ -33,18 +42,18 @@ def _check_over(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None,
 # ---- the same in plain torch ----------------------------------------------------------------------------------------
 
 
-def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float) -> Tensor:
+def _reference_fwd(x: Tensor, up: Tensor | None, weight: Tensor | None, act: str) -> Tensor:
     gate, up = halves(x, up)
-    y = value_and_slope(act, gate, limit)[0] * partner_and_slope(act, up, limit)[0]
+    name, limit = split_act(act)
+    y = value_and_slope(name, gate, limit)[0] * partner_and_slope(name, up, limit)[0]
     if weight is not None:
         y = y * weight.float().unsqueeze(-1)
     return y.to(x.dtype).contiguous()
 
 
-def _reference_bwd(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float, weight_grad: bool
-):
-    dx, dweight = gradients(dy, x, up, weight, act, weight_grad, limit)
+def _reference_bwd(dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool):
+    name, limit = split_act(act)
+    dx, dweight = gradients(dy, x, up, weight, name, weight_grad, limit)
     dx = dx.to(x.dtype)
     if up is None:
         return dx, nothing(x), dweight
@@ -52,9 +61,9 @@ def _reference_bwd(
 
 
 def _reference_bwd_over(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, limit: float, weight_grad: bool
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor | None, act: str, weight_grad: bool
 ) -> Tensor:
-    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, limit, weight_grad)
+    dgate, dup, dweight = _reference_bwd(dy, x, up, weight, act, weight_grad)
     x.copy_(dgate)
     if up is not None:
         up.copy_(dup)
@@ -64,11 +73,11 @@ def _reference_bwd_over(
 _X, _UP = Rows("x", None), Rows("up", None, optional=True)
 _DY, _WEIGHT = Rows("dy", None), Dense("weight", None, optional=True)
 FORWARD = Operator(
-    "glu_fwd", (_X, _UP, _WEIGHT), options="str act, float limit", results="y", plan=plan_fwd, reference=_reference_fwd,
-    outputs=lambda x, up: (Memory(result_shape(x, up), x.dtype),), check=check_inputs,
+    "glu_fwd", (_X, _UP, _WEIGHT), options="str act", results="y", plan=plan_fwd, reference=_reference_fwd,
+    outputs=lambda x, up: (Memory(result_shape(x, up), x.dtype),), check=check_fwd,
 )  # fmt: skip
 BACKWARD = Operator(
-    "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, float limit, bool weight_grad", results="dx dup dweight",
+    "glu_bwd", (_DY, _X, _UP, _WEIGHT), options="str act, bool weight_grad", results="dx dup dweight",
     outputs=lambda x, up, weight, weight_grad: (
         Memory.like(x), None if up is None else Memory.like(x), Memory.like(weight) if weight_grad else None,
     ),
@@ -77,7 +86,7 @@ BACKWARD = Operator(
 # Writes the gradients of x and up over them; the result is that of the weight, or empty.
 BACKWARD_OVER = Operator(
     "glu_bwd_over", (_DY, InPlace("x", None), InPlace("up", None, optional=True), _WEIGHT),
-    options="str act, float limit, bool weight_grad", results="dweight", plan=partial(plan_bwd, results=("x", "up")),
+    options="str act, bool weight_grad", results="dweight", plan=partial(plan_bwd, results=("x", "up")),
     outputs=lambda weight, weight_grad: (Memory.like(weight) if weight_grad else None,),
     reference=_reference_bwd_over, check=check_bwd, prepare=_check_over,
 )  # fmt: skip
@@ -106,28 +115,28 @@ _forward, _backward = FORWARD.call, BACKWARD.call
 
 class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, up, weight, act, limit, overwrites):
+    def forward(ctx, x, up, weight, act, overwrites):
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.overwrites = (act, limit), overwrites
+        ctx.act, ctx.overwrites = act, overwrites
         ctx.save_for_backward(x, up, weight)
-        return _forward(x, up, weight, act, limit)
+        return _forward(x, up, weight, act)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 6
+            return (None,) * 5
         if ctx.overwrites:
             autograd.check_overwrite(ctx, "glu", (dy,))
         x, up, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         if ctx.overwrites and not may_overlap(dy, x) and (up is None or not may_overlap(dy, up)):
             dx, dup = autograd.detached(x, up)
-            dweight = BACKWARD_OVER(dy, dx, dup, weight, *ctx.options, wanted[2])
+            dweight = BACKWARD_OVER(dy, dx, dup, weight, ctx.act, wanted[2])
         else:
-            dx, dup, dweight = _backward(dy, x, up, weight, *ctx.options, wanted[2])
+            dx, dup, dweight = _backward(dy, x, up, weight, ctx.act, wanted[2])
         grads = (dx, dup, dweight)
-        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=False)), None, None, None
+        return *(grad if needed else None for grad, needed in zip(grads, wanted, strict=False)), None, None
 
 
 _differentiable = applied(_Glu)
@@ -189,11 +198,11 @@ def glu(
                 f"limit is {limit!r}; expected None with layout, channel_scale, quant, keep, out or scale_out"
             )
         return _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out)
-    limit = check_limit(act, limit)
+    act = act_with_limit(act, limit)
     overwrites = reuse is not None and autograd.may_overwrite(reuse, {"x": x, "up": up}, (weight,))
     if is_grad_enabled() and needs_grad(x, up, weight):
-        return _differentiable(x, up, weight, act, limit, overwrites)
-    return _forward(x, up, weight, act, limit)
+        return _differentiable(x, up, weight, act, overwrites)
+    return _forward(x, up, weight, act)
 
 
 def _with_options(x, up, act, weight, reuse, layout, channel_scale, quant, keep, out, scale_out) -> Any:

@@ -83,8 +83,8 @@ def result_shape(x: Any, up: Any) -> tuple[int, ...]:
     return tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
 
 
-def check_limit(act: str, limit: float | None) -> float:
-    """Return the limit of gate and up, infinity without one.
+def act_with_limit(act: str, limit: float | None) -> str:
+    """Return the option of the operators for an activation and a limit, as ``"silu:10.0"``.
 
     Raises:
         ArgumentError: The activation is not known or takes no limit, or the limit is not positive.
@@ -92,23 +92,33 @@ def check_limit(act: str, limit: float | None) -> float:
     if act not in ACT_TYPES:
         raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
     if limit is None:
-        return CLAMPS.get(act, inf)
+        return act
     if act not in CLAMPS:
-        raise ArgumentError(
-            f"limit is {limit!r} with act {act!r}; expected None, or act {' or '.join(map(repr, CLAMPS))}"
-        )
+        others = " or ".join(map(repr, CLAMPS))
+        raise ArgumentError(f"limit is {limit!r} with act {act!r}; expected None, or act {others}")
     limit = check_number("limit", limit)
     if not limit > 0.0:
         raise ArgumentError(f"limit is {limit}; expected a number above 0, or None")
-    return limit
+    return act if limit == CLAMPS[act] else f"{act}:{float(limit)!r}"
 
 
-def check_inputs(
-    x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float | None = None
-) -> tuple[int, ...]:
+def split_act(act: str) -> tuple[str, float]:
+    """Return the activation and the limit of what :func:`act_with_limit` returns; infinity without a limit."""
+    name, _, limit = act.partition(":")
+    return name, float(limit) if limit else CLAMPS.get(name, inf)
+
+
+def _checked(act: str) -> str:
+    name, limit = split_act(act)
+    act_with_limit(name, limit if ":" in act else None)
+    return name
+
+
+def check_inputs(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> tuple[int, ...]:
     """Raise an ArgumentError for arguments that do not fit together; return the shape of the result."""
     dtype, shape = x.dtype, x.shape
-    check_limit(act, None if limit == CLAMPS.get(act, inf) else limit)
+    if act not in ACT_TYPES:
+        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(ACT_TYPES)}")
     token("x", dtype)
     if not shape:
         raise ArgumentError("x has no dimensions; expected at least one, the last holds gate (and up)")
@@ -124,10 +134,12 @@ def check_inputs(
     return result_shape(x, up)
 
 
-def check_bwd(
-    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float, weight_grad: bool
-) -> None:
-    shape = check_inputs(x, up, weight, act, limit)
+def check_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str) -> None:
+    check_inputs(x, up, weight, _checked(act))
+
+
+def check_bwd(dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool) -> None:
+    shape = check_inputs(x, up, weight, _checked(act))
     check_same("dy", dy.dtype, x.dtype, "dtype")
     check_same("dy", tuple(dy.shape), shape, "shape", of="the result")
     if weight_grad and weight is None:
@@ -159,8 +171,10 @@ def _rows_of_threads(rows: int, cols: int, per_thread: int) -> tuple[tuple[int, 
     return (-(-row_blocks // depth), depth), block, threads
 
 
-def _kernel_type(act: str, limit: float) -> str:
-    return "ClampedSilu" if act == "silu" and limit < inf else ACT_TYPES[act]
+def _kernel_act(act: str) -> tuple[str, float]:
+    """Return the type of an activation in the kernels, and its limit."""
+    name, limit = split_act(act)
+    return "ClampedSilu" if name == "silu" and limit < inf else ACT_TYPES[name], limit
 
 
 def _generic_types(t: str, act_type: str) -> tuple[int, int]:
@@ -168,8 +182,8 @@ def _generic_types(t: str, act_type: str) -> tuple[int, int]:
     return _GENERIC_TYPES[t], _KERNEL_TYPES.index(act_type)
 
 
-def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float, device: int) -> Steps:
-    act = _kernel_type(act, limit)
+def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, device: int) -> Steps:
+    act, limit = _kernel_act(act)
     t, size = x.token, x.dtype.itemsize
     rows, cols = x.rows, x.shape[-1] // (2 if up is None else 1)
     gate_stride = x.row_stride
@@ -186,11 +200,12 @@ def plan_fwd(x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: flo
 
 
 def plan_bwd(
-    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, limit: float, weight_grad: bool, device: int,
+    dy: Meta, x: Meta, up: Meta | None, weight: Meta | None, act: str, weight_grad: bool, device: int,
     results: tuple[str, ...] = ("dx", "dup"),
 ) -> Steps:  # fmt: skip
     """Return the launch that writes gradients to `results`, which may alias x and up (threads write what they read)."""
-    t, size, rows, cols, act = x.token, x.dtype.itemsize, x.rows, dy.shape[-1], _kernel_type(act, limit)
+    t, size, rows, cols = x.token, x.dtype.itemsize, x.rows, dy.shape[-1]
+    act, limit = _kernel_act(act)
     strides = [meta.row_stride for meta in (dy, x, x if up is None else up)]
     vec = WIDTH[t]
     sizes = rows, cols, *strides, x.shape[-1], weight_fp32(weight)

@@ -16,13 +16,13 @@ _ROWS = 16 * 8  # of a block
 _THREADS = 256
 
 
-def _channels(taps: int) -> int:
+def _vector_of(taps: int) -> int:
     """Return how many channels a thread owns: more take registers that loads in flight need."""
     return 4 if taps <= 4 else 2
 
 
 _FLAGS = "weight_fp32:i64 bias_fp32:i64 silu:i64"
-_VECTORS = [(t, w, n) for t in WIDTH for w in WIDTHS for n in (1, _channels(w))]
+_VECTORS = [(t, w, n) for t in WIDTH for w in WIDTHS for n in (1, _vector_of(w))]
 FWD = Kernel(
     "attention/causal_conv1d.cu", "causal_conv1d_fwd", template="T W N", max_registers=168,
     args="x:ptr weight:ptr bias:ptr initial:ptr cu:ptr y:ptr sequences:i64 length:i64 channels:i64 x_batch:i64 "
@@ -62,8 +62,8 @@ def _strides(x: Meta, packed: bool) -> tuple[int, int]:
 def _vector(x: Meta, others: tuple[Meta, ...], packed: bool, taps: int) -> int:
     distances = [step * t.dtype.itemsize for t in (x, *others) for step in _strides(t, packed)]
     size = x.dtype.itemsize
-    channels = _channels(taps)
-    return channels if vector_bytes(misaligned(x, *others), x.shape[-1] * size, *distances) >= channels * size else 1
+    vector = _vector_of(taps)
+    return vector if vector_bytes(misaligned(x, *others), x.shape[-1] * size, *distances) >= vector * size else 1
 
 
 def _counts(x: Meta, cu: Meta | None) -> tuple[int, int, int]:
