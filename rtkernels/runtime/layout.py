@@ -216,9 +216,7 @@ def sharing(
     return -reach_b, reach_a, share
 
 
-@lru_cache(maxsize=256)
-def _sharing(*metas: Any) -> tuple[int, int, Callable[[int], bool]] | None:
-    return sharing(metas[:3], metas[3:])
+_sharing = lru_cache(maxsize=256)(sharing)
 
 
 def may_overlap(a: Tensor, b: Tensor) -> bool:
@@ -228,7 +226,7 @@ def may_overlap(a: Tensor, b: Tensor) -> bool:
     (first, last), (begin, end) = extent(a), extent(b)
     overlap = begin < last and first < end
     if overlap:
-        found = _sharing(a.shape, a.stride(), a.itemsize, b.shape, b.stride(), b.itemsize)
+        found = _sharing((a.shape, a.stride(), a.itemsize), (b.shape, b.stride(), b.itemsize))
         overlap = found[2](int(begin) - int(first))
     for listener in tuple(overlap_questions):  # other threads add and remove theirs
         listener(a, b, overlap)

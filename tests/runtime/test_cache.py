@@ -21,6 +21,7 @@ from support.cache_stub import (
     SM80,
     SM90A,
     UNIT,
+    cache_key,
     edit_meta,
     flip_a_bit,
     install_compiler,
@@ -74,7 +75,7 @@ def test_cache_real_ptx_entry(cache_dir, sources):
 
 def test_cache_layout_and_meta(compiler, cache_dir, sources):
     entry = load()
-    key = build_cache.key(UNIT, [KERNEL], SM90A, (), (13, 0))
+    key = cache_key(UNIT, [KERNEL], SM90A, (), (13, 0))
     assert entry.path == cache_dir / "v2" / "sm_90a" / f"scale-{key[:32]}" / "kernel.cubin"
     assert sorted(path.name for path in entry.path.parent.iterdir()) == ["kernel.cu.gz", "kernel.cubin", "meta.json"]
     meta = json.loads((entry.path.parent / "meta.json").read_text())
@@ -99,7 +100,7 @@ def test_cache_meta_is_written_last(compiler, monkeypatch):
 
 def test_cache_key_depends_on_everything_that_matters(compiler, sources, monkeypatch):
     def key(expressions=(KERNEL,), target=SM90A, flags=(), version=(13, 0)):
-        return build_cache.key(UNIT, expressions, target, flags, version)
+        return cache_key(UNIT, expressions, target, flags, version)
 
     base = key()
     variants = {
@@ -120,12 +121,12 @@ def test_cache_key_depends_on_everything_that_matters(compiler, sources, monkeyp
 
 def test_cache_key_does_not_depend_on_place_time_or_order(compiler, sources, tmp_path, monkeypatch):
     both = [KERNEL, "rtk::scale<double>"]
-    before = build_cache.key(UNIT, both, SM90A, (), (13, 0))
+    before = cache_key(UNIT, both, SM90A, (), (13, 0))
     elsewhere = shutil.copytree(sources, tmp_path / "elsewhere" / "cuda_src")
     os.utime(elsewhere / UNIT, (1e9, 1e9))
     monkeypatch.setattr(sources_module, "_root_override", elsewhere)
     monkeypatch.chdir(tmp_path)
-    assert build_cache.key(UNIT, both[::-1], SM90A, (), (13, 0)) == before
+    assert cache_key(UNIT, both[::-1], SM90A, (), (13, 0)) == before
 
 
 def test_cache_edited_header_is_a_new_entry(compiler, sources):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.cache_stub import cache_key
 from support.interpreter import Program, run_python
 
 import rtkernels
@@ -159,7 +160,7 @@ def test_cache_killed_holder_frees_the_lock(work, start):
 def test_cache_waiting_is_logged_and_bounded(work, monkeypatch, caplog):
     monkeypatch.setattr(locks, "LOG_AFTER_S", 0.05)
     monkeypatch.setattr(locks, "TIMEOUT_S", 0.2)
-    key = build_cache.key("k.cu", ["k"], targets.parse("sm_90a"), (), (13, 0))
+    key = cache_key("k.cu", ["k"], targets.parse("sm_90a"), (), (13, 0))
     lock = cache.path() / "v2" / "locks" / f"{key[:32]}.lock"
     lock.parent.mkdir(parents=True, mode=0o700)
     with open(lock, "w") as held:

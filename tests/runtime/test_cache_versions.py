@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_stub import KERNEL, SM90A, UNIT, flip_a_bit, install_compiler, install_sources, load, load_anew
+from support.cache_stub import (
+    KERNEL,
+    SM90A,
+    UNIT,
+    cache_key,
+    flip_a_bit,
+    install_compiler,
+    install_sources,
+    load,
+    load_anew,
+)
 
 from rtkernels import cache
 from rtkernels.cli import doctor
@@ -39,7 +49,7 @@ def test_cache_message_no_compile(compiler, monkeypatch):
     monkeypatch.setenv("RTKERNELS_NO_COMPILE", "1")
     with pytest.raises(NotWarmError) as caught:
         load()
-    key = build_cache.key(UNIT, [KERNEL], SM90A, (), (13, 0))
+    key = cache_key(UNIT, [KERNEL], SM90A, (), (13, 0))
     message = str(caught.value)
     assert message.startswith(f"scale: {KERNEL} for sm_90a is not in the cache (key {key[:32]})")
     assert "RTKERNELS_NO_COMPILE is set" in message

@@ -12,9 +12,15 @@ from rtkernels.runtime import targets
 from rtkernels.runtime.build import cache as build_cache
 from rtkernels.runtime.build import nvrtc, store
 from rtkernels.runtime.build import sources as sources_module
+from rtkernels.runtime.build.key import make_request
 
 SM80, SM90A = targets.parse("sm_80"), targets.parse("sm_90a")
 UNIT, KERNEL = "norm/scale.cu", "rtk::scale<float>"
+
+
+def cache_key(unit: str, expressions: list[str], target: targets.Target, flags: Any, version: tuple[int, int]) -> str:
+    """Return the key of an entry."""
+    return make_request("key", unit, expressions, target, flags, version).key
 
 
 class Compiler:

@@ -23,12 +23,12 @@ from rtkernels.errors import NotWarmError, ToolkitError
 from rtkernels.runtime import env
 from rtkernels.runtime.build import nvrtc, places, sources, trust
 from rtkernels.runtime.build import store as store_module
-from rtkernels.runtime.build.key import Request, key, make_request
+from rtkernels.runtime.build.key import Request, make_request
 from rtkernels.runtime.build.locks import key_lock
 from rtkernels.runtime.build.store import BadEntry, Store
 from rtkernels.runtime.targets import Target
 
-__all__ = ["Entry", "Stats", "forget", "key", "load", "peek", "stats"]
+__all__ = ["Entry", "Stats", "forget", "load", "peek", "stats"]
 
 
 @dataclass

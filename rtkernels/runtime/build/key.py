@@ -73,14 +73,3 @@ def make_request(
     extra = tuple(flags)
     code_flags = tuple(nvrtc_module.flags_for(target, extra))
     return Request(op, unit, tuple(expressions), target, extra, code_flags, sources_module.closure(unit), nvrtc)
-
-
-def key(
-    unit: str,
-    expressions: Sequence[str],
-    target: Target,
-    flags: Iterable[str],
-    nvrtc_version: tuple[int, int],
-) -> str:
-    """Return the sha256 that names an entry: unit, target, expressions, flags, NVRTC version, all contents."""
-    return make_request("key", unit, expressions, target, flags, nvrtc_version).key

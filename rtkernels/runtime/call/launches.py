@@ -71,8 +71,8 @@ class LaunchTrace(Trace):
             plan = operator._find(*args) if operator._prepare is None else None
             if type(plan) is not StepPlan or plan.converted:
                 raise NotRepeatable(f"{operator.name} has no plan for these arguments as they are")
-            for i in operator._places:
-                if operator._kinds[i].written and args[i] is not None:
+            for i in operator.written_places:
+                if args[i] is not None:
                     self._allocate(args[i])
             if operator._written:
                 operator._refuse_shared(args)  # asks which tensors must be apart

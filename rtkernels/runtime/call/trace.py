@@ -245,9 +245,7 @@ class Trace(ABC):
     def _record_plan(self, operator: Declared, plan: StepPlan, used: Sequence[Any], result: Any) -> None:
         given = [None if used[i] is None else self.view_of(used[i]) for i in operator._places]
         given += [self._number(used[i]) for i in operator._number_places]
-        written = [
-            self.view_of(used[i]) for i in operator._places if operator._kinds[i].written and used[i] is not None
-        ]
+        written = [self.view_of(used[i]) for i in operator.written_places if used[i] is not None]
         self._add_record(Record(plan, None, given, {}, written, changes=bool(written)), result)
 
     def _add_record(self, record: Record, result: Any) -> None:
@@ -323,8 +321,8 @@ class DispatchTrace(Trace, TorchDispatchMode):
                     self._add_record(Record(None, call, views, {}, changes=bool(operator._written)), result)
             except NotRepeatable as error:
                 self.refuse(str(error))
-        for i in operator._places:
-            if operator._kinds[i].written and used[i] is not args[i]:
+        for i in operator.written_places:
+            if used[i] is not args[i]:
                 with self:
                     args[i].copy_(used[i])
                 if operator.counts_versions and not args[i].is_inference():  # in a mode, `copy_` counts none

@@ -106,7 +106,7 @@ class Guard(NamedTuple):
         high: See `low`.
         share: Decides whether they overlap at such a distance.
         may_be: Equal addresses are allowed.
-        refuse: Raises the error.
+        over: Names of all arguments that `written` may be, for the error.
     """
 
     written: str
@@ -115,7 +115,7 @@ class Guard(NamedTuple):
     high: int
     share: Callable[[int], bool]
     may_be: bool
-    refuse: Callable[[], None]
+    over: tuple[str, ...]
 
 
 def guards_of(arguments: Sequence[Any], metas: dict[str, Any]) -> list[Guard]:
@@ -139,23 +139,17 @@ def guards_of(arguments: Sequence[Any], metas: dict[str, Any]) -> list[Guard]:
             if limits is None:
                 continue
             may_be = other.name in argument.over and _alike(meta[:3], their[:3])
-            found.append(Guard(argument.name, other.name, *limits, may_be, _refusal(argument, other)))
+            found.append(Guard(argument.name, other.name, *limits, may_be, argument.over))
     return found
-
-
-def _refusal(argument: Any, other: Any) -> Callable[[], None]:
-    def refuse() -> None:
-        raise shared_error(argument.name, other.name, argument.over)
-
-    return refuse
 
 
 def guard_lines(guards: Sequence[Guard], scope: dict[str, Any]) -> list[str]:
     """Return lines that check the addresses ``p_<argument>``; adds the objects they refer to to `scope`."""
-    lines = []
+    lines, scope["shared_error"] = [], shared_error
     for i, guard in enumerate(guards):
-        scope[f"share_{i}"], scope[f"refuse_{i}"] = guard.share, guard.refuse
+        scope[f"share_{i}"] = guard.share
         distance = f"p_{guard.other} - p_{guard.written}"
         same = f"p_{guard.other} != p_{guard.written} and " if guard.may_be else ""
-        lines.append(f"if {guard.low} < {distance} < {guard.high} and {same}share_{i}({distance}): refuse_{i}()")
+        error = f"shared_error({guard.written!r}, {guard.other!r}, {guard.over!r})"
+        lines.append(f"if {guard.low} < {distance} < {guard.high} and {same}share_{i}({distance}): raise {error}")
     return lines

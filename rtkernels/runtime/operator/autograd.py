@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import invariance
 from rtkernels.runtime.layout import may_overlap
+from rtkernels.runtime.operator.main_grad import added_or_raised
 from rtkernels.runtime.torch_private import (
     forward_ad,
     functorch_transform,
@@ -169,7 +170,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     name = backward.__qualname__
 
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        return _added_or_raised(ctx, name, backward(ctx, *grads))
+        return added_or_raised(ctx, name, backward(ctx, *grads))
 
     def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
         with _Dispatching():
@@ -203,34 +204,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return raising(*results, *ways)[: len(results)]
 
     return wrapper
-
-
-# Nodes of views and copies: what lies behind one gets its gradient.
-_VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in ("ToCopy", "View", "ReshapeAlias", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose",
-                 "Permute", "Slice", "Select", "Clone", "Alias", "AsStrided")
-)  # fmt: skip
-
-
-def main_grad_of(node: Any) -> Tensor | None:
-    """Return the ``main_grad`` of the parameter whose view or copy a node belongs to; None without one."""
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    variable = getattr(node, "variable", None)
-    return None if getattr(variable, "grad_added_to_main_grad", False) else getattr(variable, "main_grad", None)
-
-
-def _added_or_raised(ctx: Any, name: str, results: Any) -> Any:
-    """Return gradients at level 3 of batch invariance; raise if one of them would miss its parameter's main_grad."""
-    if invariance.starts_from_result():
-        given = results if isinstance(results, tuple) else (results,)
-        wanted = [grad for grad, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
-        nodes = [node for node, _ in ctx.next_functions if node is not None]
-        for grad, node in zip(wanted, nodes, strict=True):
-            if grad is not None and main_grad_of(node) is not None:
-                invariance.refuse(f"{name}: its gradient of a parameter with a main_grad", invariance.BY_ITSELF)
-    return results
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:

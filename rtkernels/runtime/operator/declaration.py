@@ -102,6 +102,7 @@ class Declared:
         self._kinds = tuple(a if isinstance(a, Argument) else None for a in declared)
         self._booleans = tuple(n for n, kind in self._option_types.items() if kind == "bool")
         self._places = tuple(i for i, kind in enumerate(self._kinds) if kind is not None)
+        self.written_places = tuple(i for i in self._places if self._kinds[i].written)
         self._number_places = tuple(self.names.index(number) for number in self._numbers)
         several = f"({', '.join(['Tensor'] * len(self.results or ()))})"
         returned = {"list": "Tensor[]", "single": "Tensor", "tuple": several}[self._shape]
@@ -209,17 +210,17 @@ def launch({names}):
             value = None if name in self._numbers else next(keys)
             values.append(value if kind is None or value is None else Meta(*value))
         self.check(*values)
-        for kind, value in zip(self._kinds, values, strict=True):
-            if kind is not None and value is not None and not self._fits(kind, value):
-                return None
-        device = next(value for kind, value in zip(self._kinds, values, strict=True) if kind is not None).device
+        given = dict(zip(self.names, values, strict=True))
+        there = [(kind, given[kind.name]) for kind in self.arguments if given[kind.name] is not None]
+        if not all(self._fits(kind, meta) for kind, meta in there):
+            return None
+        device = there[0][1].device
         outputs = self._memory(values)
         targets = [memory for memory in outputs.values() if memory is not None]
-        for kind, value in zip(self._kinds, values, strict=True):
-            targets += [value] if kind is not None and kind.written and value is not None else []
+        targets += [meta for kind, meta in there if kind.written]
         if not self._plans_empty and all(0 in memory.shape for memory in targets):
             steps = Steps()
-        elif not self._plans_empty and any(isinstance(value, Meta) and 0 in value.shape for value in values):
+        elif not self._plans_empty and any(0 in meta.shape for _, meta in there):
             steps = IN_TORCH
         else:
             known = [value for name, value in zip(self.names, values, strict=True) if name not in self._numbers]
@@ -227,7 +228,6 @@ def launch({names}):
         if steps is IN_TORCH or steps.instead is not None:
             return steps
         names = [argument.name for argument in self.arguments]
-        given = dict(zip(self.names, values, strict=True))
         absent = [name for name in names if given[name] is None]
         guards = guards_of(self.arguments, given)
         return StepPlan(self.name, names, self._numbers, outputs, self._shape, steps, device, absent, guards)
@@ -294,19 +294,18 @@ def launch({names}):
                 results = self._written_reference(*used) if plan is IN_TORCH else plan.instead(*used)
         else:
             results = plan.run(*self._addresses(used), *[args[i] for i in self._number_places])
-        if self._written:
-            for i in self._places:
-                if self._kinds[i].written and used[i] is not args[i]:
-                    args[i].copy_(used[i])
-            self._count_versions(args)
+        for i in self.written_places:
+            if used[i] is not args[i]:
+                args[i].copy_(used[i])
+        self._count_versions(args)
         return results
 
     def _addresses(self, args: tuple[Any, ...]) -> list[int]:
         return [0 if args[i] is None else args[i].data_ptr() for i in self._places]
 
     def _count_versions(self, args: tuple[Any, ...]) -> None:
-        for i in self._places if self.counts_versions else ():
-            if self._kinds[i].written and args[i] is not None and not args[i].is_inference():
+        for i in self.written_places if self.counts_versions else ():
+            if args[i] is not None and not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
 
     def _run_reference(self, *args: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.invariance import refuse, starts_from_result
+from rtkernels.runtime.invariance import BY_ITSELF, refuse, starts_from_result
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _USER = "_rtkernels_main_grad_user"
@@ -68,3 +68,31 @@ def start_of(weight: Any, user: str) -> Start | None:
         refuse(f"the main_grad of a weight of {before} and {user}", "their sums alternate with micro-batches")
     setattr(parameter, _USER, user)
     return Start(parameter, total)
+
+
+# Nodes of views and copies: what lies behind one gets its gradient.
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("ToCopy", "View", "ReshapeAlias", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose",
+                 "Permute", "Slice", "Select", "Clone", "Alias", "AsStrided")
+)  # fmt: skip
+
+
+def main_grad_of(node: Any) -> Tensor | None:
+    """Return the ``main_grad`` of the parameter whose view or copy a node belongs to; None without one."""
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    variable = getattr(node, "variable", None)
+    return None if getattr(variable, "grad_added_to_main_grad", False) else getattr(variable, "main_grad", None)
+
+
+def added_or_raised(ctx: Any, name: str, results: Any) -> Any:
+    """Return gradients at level 3 of batch invariance; raise if one of them would miss its parameter's main_grad."""
+    if starts_from_result():
+        given = results if isinstance(results, tuple) else (results,)
+        wanted = [grad for grad, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
+        nodes = [node for node, _ in ctx.next_functions if node is not None]
+        for grad, node in zip(wanted, nodes, strict=True):
+            if grad is not None and main_grad_of(node) is not None:
+                refuse(f"{name}: its gradient of a parameter with a main_grad", BY_ITSELF)
+    return results
