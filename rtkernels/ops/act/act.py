@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.ops.act.combine import combine
-from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
@@ -49,7 +49,7 @@ class _Act(torch.autograd.Function):
 _differentiable = applied(_Act)
 
 
-@public(over="x add")
+@public(over="x add", options={"kind": Among(KINDS, f"one of {', '.join(map(repr, KINDS))}")})
 def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Return ``kind(x + add)``.
 
@@ -67,7 +67,6 @@ def act(x: Tensor, kind: str, *, add: Tensor | None = None, out: Tensor | None =
         A contiguous tensor of x's shape and dtype.
     """
     token("x", x.dtype)
-    check_option("kind", kind, KINDS)
     if is_grad_enabled() and needs_grad(x, add):
         return _differentiable(x, add, kind)
     return _forward(x, add, kind)

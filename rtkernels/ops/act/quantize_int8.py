@@ -7,17 +7,17 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import COMBINE
-from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.registry import Op
 
 GRANULARITIES = ("row", "tensor")
 FLOOR = 1e-30  # of scales, as for fp8
 
 
-@public
+@public(options={"granularity": Among(GRANULARITIES, f"one of {', '.join(map(repr, GRANULARITIES))}")})
 def quantize_int8(
     x: Tensor, *, granularity: str = "row", out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,6 @@ def quantize_int8(
         ``(q, scale)``, both contiguous: int8 codes of x's shape, and float32 scales of x's shape without the last
         dimension, or ``[]`` for granularity "tensor".
     """
-    check_option("granularity", granularity, GRANULARITIES)
     token("x", x.dtype)
     if not x.dim():
         raise ArgumentError("x has no dimensions; expected at least one")

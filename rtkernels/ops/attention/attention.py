@@ -14,7 +14,7 @@ from rtkernels.ops.attention import backends, checks, paged, reference
 from rtkernels.ops.attention.alibi import alibi_bias, alibi_offset, check_slopes, packed_bias, packed_offset
 from rtkernels.ops.attention.checks import (
     HALVES,
-    LAYOUTS,
+    LAYOUT,
     Forward,
     Heads,
     heads_first_strides,
@@ -197,7 +197,7 @@ def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | 
     return FORWARD.call(*tensors, *options)
 
 
-@public(own_out=True)
+@public(own_out=True, tensors="sinks bias", options={"layout": LAYOUT})
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
@@ -248,8 +248,6 @@ def attention(
         [batch, queries, heads, width of v] in `layout`, contiguous, in q's dtype. With return_lse a pair of it and the
         log-sum-exp of the scores, float32 [batch, heads, queries].
     """
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor) or t.dim() != 4:
             got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
@@ -264,9 +262,6 @@ def attention(
     if acc != "fp32":
         backend = fp16_sums(acc, backend, q, [q, k, v, sinks, bias])
     left, right = window_sides(window, causal)
-    for name, t in (("sinks", sinks), ("bias", bias)):
-        if t is not None:
-            check_tensor(name, t)
     if alibi_slopes is not None:
         bias = alibi_bias(alibi_slopes, q, k, bias, sinks, right)
     tensors = (q, k, v, None if sinks is None else sinks.float(), _spread(bias, q, k), seqused_k, kv_limit, None, None)
@@ -293,7 +288,7 @@ def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         raise ArgumentError(f"bias has shape {tuple(bias.shape)}; expected one that broadcasts to {shape}") from None
 
 
-@public(own_out=True)
+@public(own_out=True, tensors="k v cu_seqlens_q page_table sinks")
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, *, scale: float | None = None, causal: bool = False,
@@ -343,10 +338,8 @@ def attention_varlen(
     Returns:
         [tokens, heads, width of v]; with return_lse a pair of it and lse, float32 [heads, tokens].
     """
-    given = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q}
-    given["cu_seqlens_k" if page_table is None else "page_table"] = cu_seqlens_k if page_table is None else page_table
-    for name, t in given.items() if sinks is None else (*given.items(), ("sinks", sinks)):
-        check_tensor(name, t)
+    if page_table is None:
+        check_tensor("cu_seqlens_k", cu_seqlens_k)
     check_backend(backend)
     left, right = window_sides(window, causal)
     sinks = None if sinks is None else sinks.float()

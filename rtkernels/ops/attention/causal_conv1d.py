@@ -225,7 +225,7 @@ def _is_silu(activation: str | None) -> bool:
     return activation is not None
 
 
-@public
+@public(tensors="weight")
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu",
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False,
@@ -256,7 +256,6 @@ def causal_conv1d(
         ``y``, contiguous, in x's shape and dtype; with return_state a pair of it and the state [batch or sequences,
         channels, taps], or with as many columns as initial_state.
     """
-    check_tensor("weight", weight)
     silu = _is_silu(activation)
     columns = initial_state.shape[-1] if isinstance(initial_state, Tensor) and initial_state.dim() == 3 else 0
     if weight.dim() == 2 and columns not in (weight.shape[1], weight.shape[1] - 1):

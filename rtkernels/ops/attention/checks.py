@@ -10,12 +10,13 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.problem import Attention, Bias, Strides
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 256  # of a head
 MAX_LENGTH = 2**29  # of a sequence: positions plus windows stay within 32 bits
-LAYOUTS = ("blhd", "bhld")
+LAYOUT = Among(("blhd", "bhld"), "one of blhd, bhld")
 
 
 class Heads(Argument):

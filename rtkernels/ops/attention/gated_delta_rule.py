@@ -14,7 +14,6 @@ from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_gr
 from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH, MAX_VALUE_WIDTH, Call
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import check_same
 from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
@@ -183,7 +182,7 @@ def _for_channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, T
     return q.repeat_interleave(v.shape[-2] // count, -2), k.repeat_interleave(v.shape[-2] // count, -2)
 
 
-@public
+@public(tensors="k v beta")
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False,
@@ -219,8 +218,6 @@ def gated_delta_rule(
     Returns:
         A tensor of v's shape and dtype; with return_state a pair of it and the final state, float32.
     """
-    for name, t in (("k", k), ("v", v), ("beta", beta)):
-        check_tensor(name, t)
     decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
     q, k = _for_channels(q, k, v, decay)
     state = None if initial_state is None else initial_state.float()
@@ -253,7 +250,7 @@ ONE = Operator(
 )  # fmt: skip
 
 
-@public
+@public(tensors="v beta")
 def gated_delta_rule_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, *, scale: float | None = None,
     l2norm: bool = False, out: Tensor | None = None,
@@ -275,8 +272,6 @@ def gated_delta_rule_step(
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    for name, t in (("v", v), ("beta", beta)):
-        check_tensor(name, t)
     refuse_gradients("gated_delta_rule_step", [t for t in (q, k, v, g, beta, state) if t is not None])
     decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
     q, k = _for_channels(q, k, v, decay)

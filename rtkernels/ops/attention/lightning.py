@@ -226,7 +226,7 @@ class _Lightning(torch.autograd.Function):
 _lightning = applied(_Lightning)
 
 
-@public
+@public(tensors="k v decay")
 def lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None, return_state: bool = False,
@@ -266,8 +266,6 @@ def lightning_attention(
         [batch, length, heads, width of v] (packed like q) in q's dtype; with return_state a pair of it and
         ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
-    for name, t in (("k", k), ("v", v), ("decay", decay)):
-        check_tensor(name, t)
     _refuse_decay_gradients(decay)
     if group is not None:
         if initial_state is not None or cu_seqlens is not None:

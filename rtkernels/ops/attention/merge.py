@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.attention.checks import LAYOUT
 from rtkernels.ops.attention.mma_plan import ANY_TYPE
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import FLOAT_DTYPES, check_dtype
@@ -143,7 +143,7 @@ class _Merge(torch.autograd.Function):
 _merge = applied(_Merge)
 
 
-@public
+@public(options={"layout": LAYOUT})
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None, layout: str = "blhd",
     out: tuple[Tensor | None, ...] | None = None,
@@ -165,8 +165,6 @@ def merge_attention(
     Returns:
         The merged output and its lse, with the shapes of the first part.
     """
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     lists = isinstance(outs, Sequence) and isinstance(lses, Sequence) and 0 < len(outs) == len(lses)
     if not lists or not all(isinstance(t, Tensor) for t in (*outs, *lses)):
         raise ArgumentError("outs and lses are not sequences of equally many tensors; expected at least one of each")

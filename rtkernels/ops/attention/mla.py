@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
-from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.attention.checks import LAYOUT
 from rtkernels.ops.attention.options import check_backend, default_scale, window_sides
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Within, check_integer
 from rtkernels.runtime.operator.registry import Op
 
+_CLIP_VALUE = Within("float", "0.0 < clip_value < float('inf')", "a positive number, or None for no limit")
 
-@public
+
+@public(options={"layout": LAYOUT, "clip_value": _CLIP_VALUE})
 def mla_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, causal: bool = True,
@@ -49,8 +49,6 @@ def mla_attention(
     Returns:
         The result of ``attention`` or ``attention_varlen``.
     """
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise ArgumentError("cu_seqlens_k is given without cu_seqlens_q; expected both, or neither")
     dims = 4 if cu_seqlens_q is None else 3
@@ -60,8 +58,6 @@ def mla_attention(
             raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
     check_backend(backend)
     factor = default_scale(scale, q)
-    if clip_value is not None and not 0.0 < check_number("clip_value", clip_value) < math.inf:
-        raise ArgumentError(f"clip_value is {clip_value}; expected a positive number, or None for no limit")
     cut_off = 0.0 if clip_value is None else -float(clip_value) * factor
     left, right = window_sides(None, causal)
     heads_first = layout == "bhld" and dims == 4

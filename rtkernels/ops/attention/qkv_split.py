@@ -17,7 +17,7 @@ from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, Within, check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_outputs
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
@@ -228,7 +228,13 @@ def _forward(qkv, q_norm, k_norm, cos, sin, pos, options, out, k_cache=None, v_c
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-@public(own_out=True)
+_OPTIONS = {
+    "num_heads": Within("int"), "num_kv_heads": Within("int"), "eps": Within("float"),
+    "style": Among(("half", "interleaved"), "'half' or 'interleaved'"),
+}  # fmt: skip
+
+
+@public(own_out=True, tensors="qkv", options=_OPTIONS)
 def qkv_split(
     qkv: Tensor, num_heads: int, num_kv_heads: int, *, rope: tuple[Tensor, Tensor] | None = None, style: str = "half",
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, k_cache: Tensor | None = None,
@@ -262,10 +268,8 @@ def qkv_split(
     Returns:
         ``(q, k, v)``: ``[..., heads, head_dim]``, contiguous; with caches ``(q, k_cache, v_cache)``.
     """
-    if not isinstance(qkv, Tensor):
-        raise ArgumentError(f"qkv is a {type(qkv).__name__}; expected a torch.Tensor")
     token("qkv", qkv.dtype)
-    heads = check_integer("num_heads", num_heads) + 2 * check_integer("num_kv_heads", num_kv_heads)
+    heads = num_heads + 2 * num_kv_heads
     if num_heads < 1 or num_kv_heads < 1:
         raise ArgumentError(f"num_heads and num_kv_heads are {num_heads} and {num_kv_heads}; expected 1 or more")
     if qkv.dim() not in (2, 3) or qkv.shape[-1] % heads:
@@ -273,8 +277,6 @@ def qkv_split(
             f"qkv has shape {tuple(qkv.shape)}; expected [tokens, columns] or [batch, tokens, columns], columns a "
             f"multiple of {heads}, all heads of q, k and v"
         )
-    if style not in ("half", "interleaved"):
-        raise ArgumentError(f"style is {style!r}; expected 'half' or 'interleaved'")
     if (k_cache is None) is not (v_cache is None):
         raise ArgumentError("k_cache and v_cache go together; expected both or none")
     cos, sin = _tables(rope, qkv.shape[-1] // heads, style == "interleaved")
@@ -283,7 +285,7 @@ def qkv_split(
         pos, first = None, check_integer("pos", pos)
     elif pos is not None:
         pos = pos.reshape(-1)
-    options = num_heads, num_kv_heads, style == "interleaved", float(check_number("eps", eps)), first
+    options = num_heads, num_kv_heads, style == "interleaved", float(eps), first
     given = tuple(out or ())
     if len(given) > 3 or (k_cache is not None and any(t is not None for t in given[1:])):
         raise ArgumentError(f"out has {len(given)} tensors; expected (q, k, v), or (q,) with caches")

@@ -12,12 +12,13 @@ from rtkernels.ops.attention.checks import HALVES, Heads, check_grid, check_shar
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
 _FLOAT32, CODES = torch.float32, (torch.int8, torch.float8_e4m3fn)
-GRANULARITIES = ("token", "block")
+GRANULARITY = Among(("token", "block"), "one of token, block")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -116,7 +117,7 @@ QUANTIZE_V = Operator(
 )  # fmt: skip
 
 
-@public
+@public(options={"granularity": GRANULARITY})
 def quantize_qk(
     q: Tensor, k: Tensor, *, dtype: torch.dtype = torch.int8, granularity: str = "token", smooth_k: bool = True,
     scale: float | None = None,
@@ -142,8 +143,6 @@ def quantize_qk(
         of smooth_k, float32 [batch, heads, queries]: add it to the lse of the codes to get the lse of q and k.
     """
     _check_code_dtype(dtype)
-    if granularity not in GRANULARITIES:
-        raise ArgumentError(f"granularity is {granularity!r}; expected one of {', '.join(GRANULARITIES)}")
     refuse_gradients("quantize_qk", [q, k])
     options = (dtype == CODES[1], granularity == "block", bool(smooth_k), default_scale(scale, q))
     return QUANTIZE_QK.call(q, k, *options)

@@ -30,7 +30,7 @@ from rtkernels.ops.attention.quantize_heads import (
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Among, check_integer
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
@@ -210,7 +210,7 @@ FORWARD = Operator(
 plan.QUANTIZED.describe(attention_quantized_fwd=_problem)
 
 
-@public
+@public(options={"out_dtype": Among(HALVES, "torch.bfloat16 or torch.float16")})
 def attention_quantized(
     q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor | None = None, *,
     scale: float | None = None, causal: bool = False, window: int | Sequence[int | None] | None = None,
@@ -264,8 +264,6 @@ def attention_quantized(
         [batch, queries, heads, width of v] (packed like q); with return_lse a pair of it and lse, float32 [batch,
         heads, queries] ([heads, tokens]).
     """
-    if out_dtype not in HALVES:
-        raise ArgumentError(f"out_dtype is {out_dtype}; expected torch.bfloat16 or torch.float16")
     refuse_gradients("attention_quantized", [t for t in (q, k, v, scale_q, scale_k, scale_v) if t is not None])
     left, right = window_sides(window, causal)
     scale_q, scale_k = (s.view(torch.uint8) if s.dtype == _E8M0 else s for s in (scale_q, scale_k))

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
 from rtkernels.ops.attention import quantize_heads, quantized
-from rtkernels.ops.attention.checks import LAYOUTS
+from rtkernels.ops.attention.checks import LAYOUT
 from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
@@ -58,7 +58,13 @@ class _Sage(torch.autograd.Function):
         return *grads, *(None,) * len(ctx.options)
 
 
-@public
+_OPTIONS = {
+    "qk": Among(_DTYPES, "one of int8, fp8"), "pv": Among(("16", *_DTYPES), "one of 16, int8, fp8"),
+    "layout": LAYOUT, "granularity": quantize_heads.GRANULARITY,
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def sage_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None, qk: str = "int8", pv: str = "16",
@@ -94,10 +100,6 @@ def sage_attention(
         [batch, queries, heads, width of v] in `layout`; with return_lse a pair of it and lse, float32 [batch, heads,
         queries].
     """
-    choices = (("qk", qk, tuple(_DTYPES)), ("pv", pv, ("16", *_DTYPES)), ("layout", layout, LAYOUTS))
-    for name, value, expected in (*choices, ("granularity", granularity, quantize_heads.GRANULARITIES)):
-        if value not in expected:
-            raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(expected)}")
     if layout == "bhld":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     left, right = window_sides(window, causal)

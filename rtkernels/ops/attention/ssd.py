@@ -238,7 +238,7 @@ def _check_factor(name: str, t: Tensor | None, heads: int) -> None:
         check_same(name, tuple(t.shape), (heads,), "shape", of="heads of x")
 
 
-@public
+@public(tensors="x dt A B C")
 def ssd(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None, initial_state: Tensor | None = None,
@@ -275,8 +275,6 @@ def ssd(
     Returns:
         A tensor of x's shape and dtype; with return_state a pair of it and the final state, float32.
     """
-    for name, t in (("x", x), ("dt", dt), ("A", A), ("B", B), ("C", C)):
-        check_tensor(name, t)
     if x.dim() < 3 or B.dim() != x.dim():
         raise ArgumentError(f"B has shape {tuple(B.shape)}; expected the dimensions of x, {tuple(x.shape)}")
     low, high = _limits(dt_limit)
@@ -342,7 +340,7 @@ ONE = Operator(
 )  # fmt: skip
 
 
-@public
+@public(tensors="x dt A B C D dt_bias")
 def ssd_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, D: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None,
@@ -367,9 +365,6 @@ def ssd_step(
     Returns:
         [batch, heads, width of x]. Not differentiable.
     """
-    for name, t in (("x", x), ("dt", dt), ("A", A), ("B", B), ("C", C), ("D", D), ("dt_bias", dt_bias)):
-        if t is not None or name not in ("D", "dt_bias"):
-            check_tensor(name, t)
     refuse_gradients("ssd_step", [t for t in (x, dt, A, B, C, D, dt_bias, state) if t is not None])
     factors = (None if t is None else t.float() for t in (D, dt_bias))
     return ONE.call(x, dt.float(), A.float(), B, C, *factors, state, bool(dt_softplus), *_limits(dt_limit))

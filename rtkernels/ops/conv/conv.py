@@ -12,7 +12,6 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.conv.depthwise import DEPTHWISE, FORWARD, WINDOWS
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
 from rtkernels.runtime.operator.arguments import check_integer
@@ -103,7 +102,7 @@ def _has_kernel(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dil
     return square and (kernel[0], stride[0]) in WINDOWS and (x.stride(1) != 1 or level() > 0)
 
 
-@public
+@public(tensors="weight")
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | tuple[int, ...] = 1,
     padding: int | tuple[int, ...] | Literal["same", "valid"] = 0, dilation: int | tuple[int, ...] = 1, groups: int = 1,
@@ -131,7 +130,6 @@ def conv(
     Returns:
         ``[n, out channels, ...]``.
     """
-    check_tensor("weight", weight)
     token("x", x.dtype, FLOAT_DTYPES)
     dims = x.dim() - 2
     if dims not in _TORCH or weight.dim() != x.dim():

@@ -15,7 +15,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import check_same, row_stride
-from rtkernels.runtime.operator.arguments import check_number
+from rtkernels.runtime.operator.arguments import Among, check_number
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.kinds import meta_of
@@ -155,7 +155,7 @@ def unsupported(
     return decode_plan.unsupported(_describe(call).product, info.target, info.sm_count, norm)
 
 
-@public
+@public(options={"packed": Among((None, "int4", "uint4"), "'int4', 'uint4' or None")})
 def decode_linear(
     a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: str | None = None,
     gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
@@ -194,8 +194,6 @@ def decode_linear(
     Returns:
         ``[..., n]`` (gated: half of b's rows) in a's dtype. There is no gradient.
     """
-    if packed not in (None, "int4", "uint4"):
-        raise ArgumentError(f"packed is {packed!r}; expected 'int4', 'uint4' or None")
     refuse_gradients("decode_linear", [t for t in (a, b, scale_b, bias, norm_weight, add) if t is not None])
     numbers = (check_number(name, value) for name, value in (("eps", eps), ("offset", offset), ("factor", factor)))
     return FORWARD.call(a, b, scale_b, bias, add, norm_weight, packed, act, bool(gated), bool(constant), *numbers)

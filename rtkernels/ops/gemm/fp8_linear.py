@@ -16,10 +16,9 @@ from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.ops.shared import block_sum
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.invariance import level, refuse, starts_from_result
 from rtkernels.runtime.layout import in_shape, row_count, token
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Among, Within
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
@@ -163,13 +162,11 @@ def weight_gradient(
     return torch.zeros((), dtype=dtype, device=main_grad.device).expand(main_grad.shape)
 
 
-def _recipe(recipe: str, known: Any = (*RECIPES, "smooth")) -> str:
-    if recipe not in known:
-        raise ArgumentError(f"recipe is {recipe!r}; expected one of {', '.join(map(repr, known))}")
-    return recipe
+def _one_of(*values: str) -> Among:
+    return Among(values, f"one of {', '.join(map(repr, values))}")
 
 
-@public
+@public(tensors="weight", options={"recipe": _one_of(*RECIPES), "rotation": Within("int")})
 def fp8_weight(
     weight: Tensor, *, recipe: str = "block", pow2_scale: bool = False, rotation: int = 64, transposed: bool = True
 ) -> Fp8Weight:
@@ -188,9 +185,6 @@ def fp8_weight(
     Returns:
         A named tuple for the argument `weight_codes`; its content depends on the recipe.
     """
-    _recipe(recipe, tuple(RECIPES))
-    check_integer("rotation", rotation)
-    check_tensor("weight", weight)
     token("weight", weight.dtype)
     if weight.dim() != 2:
         raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
@@ -199,7 +193,14 @@ def fp8_weight(
     return Fp8Weight(*OPERAND(weight.detach(), RECIPES[recipe].weight, E4M3, pow2_scale, True, transposed, rotation))
 
 
-@public
+_OPTIONS = {
+    "recipe": _one_of(*RECIPES, "smooth"),
+    "rotation": Within("int"),
+    "wgrad": Among(("fp8", "bf16"), "'fp8' or 'bf16'"),
+}
+
+
+@public(options=_OPTIONS)
 def fp8_linear(
     x: Any, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "block", main_grad: Tensor | None = None,
     out_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None, pow2_scale: bool = False,
@@ -257,8 +258,6 @@ def fp8_linear(
     Returns:
         A contiguous tensor ``[..., out features]``.
     """
-    _recipe(recipe)
-    check_integer("rotation", rotation)
     options: dict[str, Any] = {
         "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
         "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,
@@ -282,8 +281,6 @@ def fp8_linear(
     if (recipe == "smooth") != (smooth is not None):
         came = "None" if smooth is None else "given"
         raise ArgumentError(f"smooth is {came} with recipe {recipe!r}; expected it with recipe 'smooth' only")
-    if wgrad not in ("fp8", "bf16"):
-        raise ArgumentError(f"wgrad is {wgrad!r}; expected 'fp8' or 'bf16'")
     if wgrad == "bf16" and codes[0] is not None:
         raise ArgumentError("wgrad is 'bf16' and x is codes; expected 'fp8', or x as a tensor")
     dtype = x.dtype if out_dtype is None else out_dtype

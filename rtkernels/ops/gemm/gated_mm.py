@@ -19,6 +19,7 @@ from rtkernels.ops.gemm.scaled_mm import (
 )
 from rtkernels.ops.gemm.scaled_mm_plan import OPTIONS, TENSORS
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.registry import Op
 
@@ -35,7 +36,7 @@ QUANTIZED = Operator(
 )  # fmt: skip
 
 
-@public
+@public(options={"act": Among(checks.ACTIVATIONS, f"one of {', '.join(checks.ACTIVATIONS)}")})
 def gated_mm(
     a: Tensor, b: Tensor, scale_a: Tensor | float | None = None, scale_b: Tensor | float | None = None, *,
     act: str = "silu", recipe: str = "auto", bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -70,8 +71,6 @@ def gated_mm(
     Returns:
         ``[..., m, n]``, contiguous; with `quant_out` ``(codes, scales)``.
     """
-    if act not in checks.ACTIVATIONS:
-        raise ArgumentError(f"act is {act!r}; expected one of {', '.join(checks.ACTIVATIONS)}")
     scale_a, scale_b, global_scale = (as_scale(a, t) for t in (scale_a, scale_b, global_scale))
     packed = as_packed(packed, nibble, a)
     a, b = along_k(a, b, b_layout, packed)

@@ -9,7 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.strided_copy import strided_copy
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Among, Within, check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
@@ -51,7 +51,12 @@ class _Patchify(torch.autograd.Function):
 _patchify = applied(_Patchify)
 
 
-@public
+_OPTIONS = {
+    "img_layout": Among(("nhwc", "nchw"), "'nhwc' or 'nchw'"), "order": Among(_ORDERS, "'hwc' or 'chw'"),
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def patchify(
     img: Tensor, patch: int | tuple[int, int], *, img_layout: str = "nhwc", order: str = "hwc",
     lut: Tensor | None = None, out: Tensor | None = None,
@@ -73,10 +78,6 @@ def patchify(
     """
     if img.dim() != 4:
         raise ArgumentError(f"img has shape {tuple(img.shape)}; expected four dimensions, [n, h, w, c] or [n, c, h, w]")
-    if img_layout not in ("nhwc", "nchw"):
-        raise ArgumentError(f"img_layout is {img_layout!r}; expected 'nhwc' or 'nchw'")
-    if order not in _ORDERS:
-        raise ArgumentError(f"order is {order!r}; expected 'hwc' or 'chw'")
     ph, pw = patch if isinstance(patch, tuple) and len(patch) == 2 else (patch, patch)
     if check_integer("patch", ph) <= 0 or check_integer("patch", pw) <= 0:
         raise ArgumentError(f"patch is {patch}; expected sizes above 0")
@@ -126,7 +127,7 @@ def _repeat(x: Tensor, n: int) -> Tensor:
     return result
 
 
-@public
+@public(options={"n": Within("int", "n >= 1", "1 or more")})
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 
@@ -143,8 +144,6 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     token("x", x.dtype)
     if x.dim() < 2:
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., heads, head_dim]")
-    if check_integer("n", n) < 1:
-        raise ArgumentError(f"n is {n}; expected 1 or more")
     if is_grad_enabled() and needs_grad(x):
         return _repeat_heads(x, n)
     return _repeat(x.detach(), n)

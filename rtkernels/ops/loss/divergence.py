@@ -13,7 +13,7 @@ from rtkernels.ops.loss.divergence_plan import BY_ELEMENTS, BY_FIRST, BY_NOTHING
 from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Within, check_integer, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -158,7 +158,7 @@ def kl_div(
     return _divergence(input, target, labels, ignore_index, mode, 0.0, reduction, False, temperature, one_pass)
 
 
-@public
+@public(options={"beta": Within("float", "0.0 <= beta <= 1.0", "0 to 1")})
 def jsd(
     input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: str = "batchmean", labels: Tensor | None = None,
     ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0, one_pass: bool = False,
@@ -188,8 +188,6 @@ def jsd(
         A float32 scalar, or with "none" a contiguous tensor of input's shape and dtype.
     """
     _check_temperature(temperature, from_logits)
-    if not 0.0 <= check_number("beta", beta) <= 1.0:
-        raise ArgumentError(f"beta is {beta}; expected 0 to 1")
     if from_logits:
         input, target = _log_probabilities(input, target, temperature)
     mode = LOGARITHM if beta == 0.0 else REVERSE if beta == 1.0 else MIXED

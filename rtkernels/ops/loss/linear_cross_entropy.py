@@ -18,7 +18,7 @@ from rtkernels.ops.loss.linear_cross_entropy_operators import (
 )
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.main_grad import start_of
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, dbias, *(None,) * 9
 
 
-@public
+@public(options={"chunk_rows": Within("int", "chunk_rows >= 1", "at least 1, or None")})
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
@@ -144,8 +144,6 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if chunk_rows is None:
         chunk_rows = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
-    elif check_integer("chunk_rows", chunk_rows) < 1:
-        raise ArgumentError(f"chunk_rows is {chunk_rows}; expected at least 1, or None")
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     if is_dynamo_compiling():
         options = (ignore_index, *(constant(value) for value in options[1:]))

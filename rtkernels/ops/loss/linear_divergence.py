@@ -17,7 +17,7 @@ from rtkernels.ops.loss.linear_logprob_parallel import complete
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.invariance import level, refuse_weight_gradient
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, Within
 from rtkernels.runtime.operator.autograd import constant, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
@@ -64,7 +64,14 @@ class _LinearDivergence(torch.autograd.Function):
         return dhidden, dweight, dbias, *(None,) * 7
 
 
-@public
+_OPTIONS = {
+    "save": Among((None, "stats", "gradients"), "'stats', 'gradients' or None"), "beta": Within("float"),
+    "temperature": Within("float"), "ignore_index": Within("int"),
+    "chunk_bytes": Within("int", "chunk_bytes >= 1", "at least 1, or None"),
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def linear_divergence(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor | None = None,
     teacher_weight: Tensor | None = None, *, beta: float = 0.0, temperature: float = 1.0,
@@ -125,14 +132,8 @@ def linear_divergence(
     """
     if chunk_bytes is None:
         chunk_bytes = 0  # the operator has a rule
-    elif check_integer("chunk_bytes", chunk_bytes) < 1:
-        raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
-    beta, temperature = check_number("beta", beta), check_number("temperature", temperature)
-    check_integer("ignore_index", ignore_index)
     if group is None and (vocab_start is not None or vocab_size is not None):
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
-    if save not in (None, "stats", "gradients"):
-        raise ArgumentError(f"save is {save!r}; expected 'stats', 'gradients' or None")
     if save == "gradients" and (group is not None or teacher_ids is not None):
         raise ArgumentError("save is 'gradients' with a group or teacher_ids; expected 'stats' or None")
     _check_teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_ids, teacher_logprobs)

@@ -18,7 +18,7 @@ from rtkernels.ops.loss.linear_logprob_parallel import all_parts, complete
 from rtkernels.ops.loss.linear_logprob_projected import BACKWARD as PROJECTED_BACKWARD
 from rtkernels.ops.loss.linear_logprob_projected import PROJECT
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, Within, check_number
 from rtkernels.runtime.operator.autograd import constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.main_grad import start_of
@@ -149,7 +149,14 @@ def _check_projected(trains_head: bool, wants_more: bool) -> None:
         raise ArgumentError("save is 'projected' with log_sum_sq or mean_logit; expected 'stats' or 'logits'")
 
 
-@public
+_OPTIONS = {
+    "save": Among(SAVES, "one of 'stats', 'logits', 'projected'"), "logit_scale": Within("float"),
+    "softcap": Within("float", "softcap > 0", "a positive number, or None"),
+    "chunk_bytes": Within("int", "chunk_bytes >= 1", "at least 1, or None"),
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     logit_scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0,
@@ -209,10 +216,6 @@ def linear_logprob(
         mean_logit (float32) and top1 (bool) behind it, in this order, of the shape of hidden without its last
         dimension.
     """
-    if save not in SAVES:
-        raise ArgumentError(f"save is {save!r}; expected one of 'stats', 'logits', 'projected'")
-    if softcap is not None and not check_number("softcap", softcap) > 0:
-        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
     if group is None and (vocab_start is not None or vocab_size is not None):
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
     if is_sharded(hidden) or is_sharded(weight):
@@ -232,14 +235,12 @@ def linear_logprob(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if chunk_bytes is None:
         chunk_bytes = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
-    elif check_integer("chunk_bytes", chunk_bytes) < 1:
-        raise ArgumentError(f"chunk_bytes is {chunk_bytes}; expected at least 1, or None")
     temperatures = None
     if isinstance(temperature, Tensor):
         if is_grad_enabled() and temperature.requires_grad:
             raise ArgumentError("temperature requires a gradient; expected none: it is not differentiable")
         temperatures, temperature = temperature, 1.0
-    numbers = check_number("logit_scale", logit_scale), softcap or 0.0, check_number("temperature", temperature)
+    numbers = logit_scale, softcap or 0.0, check_number("temperature", temperature)
     numbers = tuple(map(constant, numbers)) if is_dynamo_compiling() else numbers
     bits = plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1
     returned = return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1

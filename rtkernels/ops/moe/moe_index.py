@@ -10,7 +10,7 @@ from rtkernels.ops.moe import moe_index_layout as layout
 from rtkernels.ops.moe.moe_index_layout import MoeIndex, max_rows
 from rtkernels.ops.moe.moe_index_plan import KERNELS, check, check_map, is_map, plan_index, plan_map
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Within, check_integer
 from rtkernels.runtime.operator.declared import Dense, Operator
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -90,7 +90,7 @@ def moe_rows(tokens: int, top_k: int, num_experts: int, multiple_of: int = 1) ->
     return max_rows(tokens, top_k, num_experts, multiple_of)
 
 
-@public
+@public(options=dict.fromkeys(("num_experts", "top_k", "multiple_of"), Within("int")))
 def moe_index(
     routing: Tensor, num_experts: int | None = None, *, top_k: int | None = None, multiple_of: int = 1,
     rows: int | None = None,
@@ -120,9 +120,7 @@ def moe_index(
         A :class:`MoeIndex`. Pad rows, including those after the last expert, have slot -1.
     """
     tokens, width = routing.shape if routing.dim() == 2 else (0, 0)
-    check_integer("multiple_of", multiple_of)
-    top_k = None if top_k is None else check_integer("top_k", top_k)
-    experts = None if num_experts is None else check_integer("num_experts", num_experts)
+    experts = num_experts
     if is_map(routing.dtype):
         experts = width if experts is None else experts
         choices = per_token = experts if top_k is None else top_k
@@ -136,7 +134,7 @@ def moe_index(
     return MoeIndex(*INDEX.call(routing, experts, choices, multiple_of, rows))
 
 
-@public
+@public(options={"multiple_of": Within("int")})
 def moe_row_id_map(
     routing_map: Tensor, multiple_of: int = 1, rows: int | None = None, *, out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +156,6 @@ def moe_row_id_map(
         of tokens of each expert that have a row, ``[experts]``; the first row of each expert, ``[experts + 1]``, with
         the number of used rows as last entry.
     """
-    check_integer("multiple_of", multiple_of)
     if routing_map.dim() != 2:
         raise ArgumentError(f"routing_map has shape {tuple(routing_map.shape)}; expected [tokens, experts]")
     if rows is None:

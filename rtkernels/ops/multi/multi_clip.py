@@ -12,11 +12,11 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.tables import Tables
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared_lists
-from rtkernels.runtime.operator.arguments import check_number
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.torch_private import is_dynamo_compiling, refuse_lazy
 
 
-@public(recent=False)
+@public(recent=False, options={"limit": Within("float", "limit >= 0", "a number of at least 0")})
 def multi_clip_(tensors: Tensors, limit: float) -> None:
     """Clamp every element of all tensors to ``-limit .. limit``, in place; NaN stays NaN.
 
@@ -30,8 +30,6 @@ def multi_clip_(tensors: Tensors, limit: float) -> None:
     Returns:
         Nothing.
     """
-    if not check_number("limit", limit) >= 0:
-        raise ArgumentError(f"limit is {limit}; expected a number of at least 0")
     tensors = list(_overwritten("multi_clip_", _listed(tensors)))
     if not tensors:
         return

@@ -9,12 +9,12 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.transpose import transpose
 from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import QuantizedBoth, dequantize_fp8
-from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES, check_option
+from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Among, Within
 from rtkernels.runtime.operator.autograd import applied, needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -172,7 +172,7 @@ def hadamard(x: Tensor, block: int = 128, *, dtype: torch.dtype | None = None, o
     return TRANSFORM.call(x, block, dtype or x.dtype)
 
 
-@public
+@public(options={"layout": Among(("row", "both"), "one of 'row', 'both'")})
 def quantize_fp8_hadamard(
     x: Tensor, block: int = 128, *, transposed: bool = False, dtype: torch.dtype = torch.float8_e4m3fn,
     pow2_scale: bool = False, layout: str = "row",
@@ -205,7 +205,6 @@ def quantize_fp8_hadamard(
         ``(q, scale)``: codes of x's shape and scales of its rows; transposed: ``[n, p]`` and ``[n]``. With layout
         "both" a :class:`QuantizedBoth` of all four.
     """
-    check_option("layout", layout, ("row", "both"))
     if layout == "both":
         if transposed:
             raise ArgumentError("transposed is True; expected False with layout 'both', which has both sides")
@@ -226,7 +225,7 @@ def _quantized(x: Tensor, block: int, transposed: bool, dtype: torch.dtype, pow2
     return QUANTIZE.call(x, block, dtype, pow2_scale)
 
 
-@public
+@public(options={"rows": Within("int")})
 def dequantize_fp8_hadamard(
     q: Tensor, scale: Tensor, block: int = 128, *, transposed: bool = False, rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -249,8 +248,6 @@ def dequantize_fp8_hadamard(
         A contiguous tensor of q's shape; with `transposed` ``[rows, n]``.
     """
     token("the result", dtype, FLOAT_DTYPES)
-    if rows is not None:
-        check_integer("rows", rows)
     y = hadamard(dequantize_fp8(q, scale, granularity="row", dtype=torch.float32), block, dtype=dtype)
     return transpose(y if rows is None else y[:, :rows]) if transposed else y
 

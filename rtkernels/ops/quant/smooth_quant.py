@@ -18,7 +18,7 @@ from rtkernels.ops.quant.column_absmax import reference as absmax_reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE, dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_same, check_shape, check_tensor, token
+from rtkernels.runtime.checks import check_same, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
@@ -30,7 +30,7 @@ from rtkernels.runtime.layout import (
     reads_evict_first,
     row_count,
 )
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -236,7 +236,7 @@ def _experts(counts: Tensor, smooth: Tensor, x: Tensor) -> Tensor:
     return expert_of_rows(counts, row_count(x.shape))
 
 
-@public
+@public(options={"rows": Within("int")})
 def dequantize_fp8_smooth(
     q: Tensor, scale: Tensor, smooth: Tensor | None = None, *, divide: bool = False, row_factor: Tensor | None = None,
     counts: Tensor | None = None, granularity: str = "row", rows: int | None = None,
@@ -265,8 +265,6 @@ def dequantize_fp8_smooth(
     _check_options(granularity, q if smooth is None else smooth, row_factor, counts, False, 1)
     if counts is not None and smooth is None:
         raise ArgumentError("counts is given without smooth; expected the factors of each expert with it")
-    if rows is not None:
-        check_integer("rows", rows)
     if granularity == "channel" and rows is not None:
         q = q[:, :rows]
     token("the result", dtype)
@@ -293,7 +291,13 @@ def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...]) -> None:
         raise ArgumentError(f"{name} is {came}; expected float32 {list(shape)}")
 
 
-@public(over="amax")
+_OPTIONS = {
+    "alpha": Within("float", "0.0 <= alpha <= 1.0", "0 to 1"),
+    "floor": Within("float", "0.0 < floor < float('inf')", "a positive number"),
+}
+
+
+@public(over="amax", tensors="amax", options=_OPTIONS)
 def smooth_factors(
     amax: Tensor, weight_amax: Tensor | None = None, *, alpha: float = 0.5, floor: float = 1e-5, pow2: bool = False,
     out: Tensor | None = None,
@@ -314,11 +318,6 @@ def smooth_factors(
     Returns:
         float32, in amax's shape.
     """
-    if not 0.0 <= check_number("alpha", alpha) <= 1.0:
-        raise ArgumentError(f"alpha is {alpha}; expected 0 to 1")
-    if not 0.0 < check_number("floor", floor) < float("inf"):
-        raise ArgumentError(f"floor is {floor}; expected a positive number")
-    check_tensor("amax", amax)
     token("amax", amax.dtype)
     factors = amax.detach().float().clamp(min=floor).pow(-alpha)
     if weight_amax is not None:

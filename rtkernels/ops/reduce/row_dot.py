@@ -8,7 +8,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import layout
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import FLOAT_DTYPES, check_tensor, token
+from rtkernels.runtime.checks import FLOAT_DTYPES, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, block_of, group_threads, nothing, vector_bytes
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
@@ -116,7 +116,7 @@ class _RowDot(torch.autograd.Function):
 _differentiable = applied(_RowDot)
 
 
-@public
+@public(tensors="y")
 def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return the sums of ``x * y`` over the last dimension.
 
@@ -131,7 +131,6 @@ def row_dot(x: Tensor, y: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         A contiguous tensor of x's shape without the last dimension, in x's dtype.
     """
-    check_tensor("y", y)
     if y.dtype != x.dtype and x.dtype in FLOAT_DTYPES:
         token("y", y.dtype, (x.dtype, torch.float8_e4m3fn))
         y = y.to(x.dtype)  # exact

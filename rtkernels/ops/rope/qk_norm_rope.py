@@ -12,6 +12,7 @@ from rtkernels.ops.rope.angles import Rotations
 from rtkernels.ops.rope.qk_norm_rope_plan import Inputs
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata, nothing
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator, UnitStride
 from rtkernels.runtime.operator.plan import Memory
@@ -143,7 +144,7 @@ class _QkNormRope(torch.autograd.Function):
 _differentiable = applied(_QkNormRope)
 
 
-@public
+@public(options={"head_order": Among(("grouped", "plain"), "'grouped' or 'plain'")})
 def qk_norm_rope(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, *, q_heads: int,
     kv_heads: int, head_order: str = "grouped", layout: str = "sbhd", rotary: int | None = None,
@@ -196,8 +197,6 @@ def qk_norm_rope(
         arguments = {**locals(), "cu_seqlens_kv": None}
         q_out = qk_norm_rope(**arguments)[0]
         return q_out, *qk_norm_rope(**{**arguments, "cu_seqlens": cu_seqlens_kv})[1:]
-    if head_order not in ("grouped", "plain"):
-        raise ArgumentError(f"head_order is {head_order!r}; expected 'grouped' or 'plain'")
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.ADJACENT if interleaved else angles_of.HALVES
     args = (

@@ -16,7 +16,7 @@ from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import current_stream, is_capturing
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, TYPES
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, Within, check_integer, check_number
 from rtkernels.runtime.operator.autograd import needs_grad
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -107,7 +107,14 @@ def _default_device() -> torch.device:
     return torch.get_default_device()
 
 
-@public(recent=False)
+_OPTIONS = {
+    "dim": Within("int", "dim > 0 and dim % 2 == 0", "a multiple of 2 above 0, the rotated elements of a head"),
+    "dtype": Among(FLOAT_DTYPES, "bfloat16, float16 or float32"),
+    "base": Within("float", "base > 0", "a number above 0"),
+}
+
+
+@public(recent=False, options=_OPTIONS)
 def rope_table(
     positions: int | Tensor, dim: int, *, base: float = 10000.0, scaling: float | Mapping[str, Any] = 1.0,
     dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
@@ -135,12 +142,6 @@ def rope_table(
     Returns:
         ``(cos, sin)``, each ``[positions, dim / 2]``.
     """
-    if (dim if type(dim) is int else check_integer("dim", dim)) <= 0 or dim % 2:
-        raise ArgumentError(f"dim is {dim}; expected a multiple of 2 above 0, the rotated elements of a head")
-    if dtype not in FLOAT_DTYPES:
-        raise ArgumentError(f"dtype is {dtype}; expected bfloat16, float16 or float32")
-    if not (base if type(base) is float else check_number("base", base)) > 0:
-        raise ArgumentError(f"base is {base}; expected a number above 0")
     if type(scaling) is float:
         kind, step = _unscaled(float(base)), scaling
     elif isinstance(scaling, Mapping):

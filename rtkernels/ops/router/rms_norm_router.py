@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels.errors import ArgumentError
 from rtkernels.ops.norm.norm_fp8_operators import FORWARD as NORM
 from rtkernels.ops.norm.statistics import backward
 from rtkernels.ops.router import router_gemm as router
 from rtkernels.ops.router.rms_norm_router_plan import KERNEL, check, outputs, plan
-from rtkernels.ops.router.router_gemm_kernels import PRECISIONS
+from rtkernels.ops.router.router_gemm_kernels import PRECISION, PRECISIONS
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows
@@ -86,7 +85,7 @@ class _RmsNormRouter(torch.autograd.Function):
 _differentiable = applied(_RmsNormRouter)
 
 
-@public
+@public(options={"precision": PRECISION})
 def rms_norm_router(
     x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
     precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",
@@ -122,10 +121,7 @@ def rms_norm_router(
     """
     if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
         eps = 1e-6
-    level = PRECISIONS.get(precision)
-    if level is None:
-        raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
-    arguments = (x, weight, router_weight, eps, offset, level, pow2_scale, scale_layout)
+    arguments = (x, weight, router_weight, eps, offset, PRECISIONS[precision], pow2_scale, scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight) or needs_grad(router_weight)):
         return NormRouter(*_differentiable(*arguments))
     return NormRouter(*FORWARD.call(*arguments))

@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm.weight_gradient import add_product_
-from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISIONS
+from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISION, PRECISIONS
 from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
@@ -167,7 +167,7 @@ def _in_blocks(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None
 _differentiable = applied(_RouterGemm)
 
 
-@public
+@public(options={"precision": PRECISION})
 def router_gemm(
     x: Tensor, weight: Tensor, *, bias: Tensor | None = None, precision: str = "high", main_grad: Tensor | None = None,
     out: Tensor | None = None,
@@ -209,9 +209,7 @@ def router_gemm(
     Returns:
         A contiguous fp32 tensor ``[..., experts]``.
     """
-    level = PRECISIONS.get(precision)
-    if level is None:
-        raise ArgumentError(f"precision is {precision!r}; expected one of {', '.join(map(repr, PRECISIONS))}")
+    level = PRECISIONS[precision]
     if main_grad is not None:
         _check_main_grad(meta_of(main_grad), tuple(weight.shape), weight.get_device(), "weight")
         if not main_grad.is_contiguous():

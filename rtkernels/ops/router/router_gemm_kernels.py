@@ -11,9 +11,11 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.driver import Launch
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import TYPES
+from rtkernels.runtime.operator.arguments import Among
 
 FAST, HIGH, EXACT = 0, 1, 2
 PRECISIONS = {"fast": FAST, "high": HIGH, "exact": EXACT}
+PRECISION = Among(PRECISIONS, f"one of {', '.join(map(repr, PRECISIONS))}")
 
 TILE = 128  # of the result: rows and columns of a block
 DEPTH = 64  # of the summed dimension per stage

@@ -9,7 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same
-from rtkernels.runtime.operator.arguments import check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, check_integer, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -63,7 +63,7 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | Non
     return _loss(logits, None, Z, -1, 1, coefficient)
 
 
-@public
+@public(options={"score": Among(_SCORES, "'softmax', 'sigmoid' or None")})
 def load_balancing_loss(
     logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
     score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,
@@ -96,8 +96,6 @@ def load_balancing_loss(
     Returns:
         A float32 scalar; 0 if there are no tokens.
     """
-    if score not in _SCORES:
-        raise ArgumentError(f"score is {score!r}; expected 'softmax', 'sigmoid' or None")
     if not logits.dim():
         raise ArgumentError("logits has no dimensions; expected at least one")
     if sequence_dim is None:

@@ -14,6 +14,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -147,7 +148,7 @@ class _TopK(torch.autograd.Function):
 _differentiable = applied(_TopK)
 
 
-@public
+@public(options={"index_dtype": Among((torch.int32, torch.int64), "torch.int32 or torch.int64")})
 def topk(
     x: Tensor, k: int, *, index_dtype: torch.dtype = torch.int64, out: tuple[Tensor | None, ...] | None = None
 ) -> TopK:
@@ -169,8 +170,6 @@ def topk(
     Returns:
         TopK: ``values`` in x's dtype and ``indices``, contiguous, in x's shape with k as the last dimension.
     """
-    if index_dtype is not torch.int64 and index_dtype is not torch.int32:
-        raise ArgumentError(f"index_dtype is {index_dtype}; expected torch.int32 or torch.int64")
     int64 = index_dtype is torch.int64
     if is_grad_enabled() and needs_grad(x):
         return TopK(*_differentiable(x, k, int64))

@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import topk_router_plan as plans
 from rtkernels.ops.router.topk_router_plan import KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory
@@ -120,7 +120,7 @@ def _mode(score: str, score_first: bool, renormalize: bool) -> int:
     return SOFTMAX * (score == "softmax") + SCORE_FIRST * bool(score_first) + RENORMALIZE * bool(renormalize)
 
 
-@public
+@public(options=dict.fromkeys(("k", "num_groups", "top_groups", "group_k"), Within("int")))
 def topk_router(
     logits: Tensor, k: int, *, score: str = "softmax", score_first: bool = True, bias: Tensor | None = None,
     num_groups: int = 1, top_groups: int | None = None, group_k: int | None = None, renormalize: bool = False,
@@ -162,13 +162,11 @@ def topk_router(
         dense results or None.
     """
     mode = _mode(score, score_first, renormalize)
-    check_integer("k", k)
-    check_integer("num_groups", num_groups)
     if num_groups == 1 and top_groups is None and group_k is None:
         top_groups = group_k = 1
     else:
-        top_groups = num_groups if top_groups is None else check_integer("top_groups", top_groups)
-        group_k = max(k // max(top_groups, 1), 1) if group_k is None else check_integer("group_k", group_k)
+        top_groups = num_groups if top_groups is None else top_groups
+        group_k = max(k // max(top_groups, 1), 1) if group_k is None else group_k
         if top_groups == num_groups >= 1 and logits.dim() and logits.shape[-1] % num_groups == 0:
             num_groups = top_groups = group_k = 1  # all of them: as if there were none
     args = logits, bias, k, mode, num_groups, top_groups, group_k, scale, eps, dense_probs, routing_map

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from textwrap import indent
 from types import FunctionType
 from typing import Any, TypeVar
@@ -21,7 +21,9 @@ from rtkernels import interop
 from rtkernels.runtime.call.explained import explainer
 from rtkernels.runtime.call.out import with_out
 from rtkernels.runtime.call.recent import Recent, miss
+from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.depends import MISS
+from rtkernels.runtime.operator.arguments import Among, Within, check_kind, refuse_option
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forward_ad, is_dynamo_compiling
 
@@ -38,7 +40,32 @@ def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
-def public(function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True) -> F:
+def _checks(
+    parameters: Mapping[str, inspect.Parameter], tensors: str, options: Mapping[str, Among | Within]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the lines that check declared arguments, and the objects that they refer to."""
+    scope = {"_check_tensor": check_tensor, "_check_kind": check_kind, "_refuse_option": refuse_option}
+    lines: list[str] = []
+    for name in (*tensors.split(), *options):
+        option = options.get(name)
+        given = f"{name} is not None and " if parameters[name].default is None else ""
+        refusal = f"    _refuse_option({name!r}, {name}, {getattr(option, 'wanted', '')!r})"
+        if option is None:
+            lines += [f"if {given}not isinstance({name}, Tensor):", f"    _check_tensor({name!r}, {name})"]
+        elif isinstance(option, Among):
+            scope[f"_values_of_{name}"] = option.values
+            lines += [f"if {name} not in _values_of_{name}:", refusal]
+        else:
+            lines += [f"if {given}type({name}) is not {option.kind}:"]
+            lines += [f"    _check_kind({name!r}, {option.kind!r}, {name})"]
+            lines += [f"if {given}not ({option.condition}):", refusal] if option.condition else []
+    return lines, scope
+
+
+def public(
+    function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
+    options: Mapping[str, Among | Within] | None = None,
+) -> F:  # fmt: skip
     """Make a function public.
 
     Args:
@@ -48,9 +75,12 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
         over: Names of arguments that `out` may be.
         recent: Replay recent calls. False for functions of lists of tensors, which are found by their tables, and where
             host time does not count.
+        tensors: Names of arguments that must be tensors, or None if that is their default; checked before the call.
+        options: What is checked of other arguments, by name.
     """
     if function is None:
-        return functools.partial(public, own_out=own_out, over=over, recent=recent)  # type: ignore[return-value]
+        declared = {"own_out": own_out, "over": over, "recent": recent, "tensors": tensors, "options": options}
+        return functools.partial(public, **declared)  # type: ignore[return-value]
     parameters = inspect.signature(function).parameters
     listed = []
     for name, p in parameters.items():
@@ -82,6 +112,8 @@ def public(function: F | None = None, *, own_out: bool = False, over: str = "", 
             _last = _miss
 """
     call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
+    checks, objects = _checks(parameters, tensors, options or {})
+    call += checks
     if "out" in parameters and not own_out:
         call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]
     call.append(f"return _by_position({names})")
@@ -105,7 +137,7 @@ def _call({names}):
         "_miss": miss, "_over": over.split(), "_explain": explainer(function),
         "_is_dynamo_compiling": is_dynamo_compiling,
         "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,
-        "_with_out": with_out, "_with_arrays": interop.with_arrays,
+        "_with_out": with_out, "_with_arrays": interop.with_arrays, **objects,
     }  # fmt: skip
     generated(source, f"<rtkernels public {function.__name__}>", scope)
     result = scope["_public"] = functools.wraps(function)(scope[function.__name__])

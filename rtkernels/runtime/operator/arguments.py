@@ -2,14 +2,15 @@
 
 The dispatcher checks this too, but most calls bypass it, and its messages are hard to read. Plain calls with CUDA
 tensors check types only after they failed: a value that is not a number makes the look-up in ``Plans``, the planning
-or the packing of a launch raise. Functions that compare or compute with an option before an operator gets it call
-``check_number`` or ``check_integer``.
+or the packing of a launch raise. Functions that compare or compute with an option before an operator gets it declare
+it (``Among``, ``Within``), or call ``check_number`` or ``check_integer``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -97,3 +98,34 @@ def check_boolean(name: str, value: Any) -> None:
     """Raise an ArgumentError for an integer that is neither 0 nor 1, because kernels would not treat it as True."""
     if type(value) is not bool and isinstance(value, Integral) and value not in (0, 1):
         raise ArgumentError(f"{name} is {value}; expected True or False")
+
+
+class Among(NamedTuple):
+    """An option of a public function that has one of some values.
+
+    Attributes:
+        values: All of them.
+        wanted: The same in words, for messages.
+    """
+
+    values: Collection[Any]
+    wanted: str
+
+
+class Within(NamedTuple):
+    """A number among the arguments of a public function, within limits; may be None if that is its default.
+
+    Attributes:
+        kind: "int" or "float".
+        condition: An expression of the number's name, ``"0 <= alpha <= 1"``; empty for any number.
+        wanted: The same in words, for messages.
+    """
+
+    kind: str
+    condition: str = ""
+    wanted: str = ""
+
+
+def refuse_option(name: str, value: Any, wanted: str) -> None:
+    """Raise an ArgumentError that names an option, what came and what was expected."""
+    raise ArgumentError(f"{name} is {repr(value) if isinstance(value, str) else value}; expected {wanted}")
