@@ -26,6 +26,12 @@ def check_tensor(name: str, value: Any) -> None:
         raise ArgumentError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
 
 
+def check_dimensions(name: str, shape: Sequence[int]) -> None:
+    """Raise an ArgumentError that names the argument unless it has dimensions."""
+    if not shape:
+        raise ArgumentError(f"{name} has no dimensions; expected at least one")
+
+
 def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT_DTYPES) -> str:
     """Return the template token of a dtype, or raise an ArgumentError that names the argument."""
     check_dtype(name, dtype, accepted)

@@ -17,7 +17,7 @@ from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
 from rtkernels.ops.shared.row_quant import BLOCK, KINDS, check_results, quantize_reference
-from rtkernels.runtime.checks import DTYPE_TOKEN, token
+from rtkernels.runtime.checks import DTYPE_TOKEN, check_dimensions, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import block_of, divisor, group_threads, row_count, row_stride
@@ -107,8 +107,7 @@ def _check(wanted: Combination) -> None:
     check_option("act", wanted.act, _ACTS)
     check_option("layout", layout, LAYOUTS)
     check_option("quant", quant, KINDS)
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
     if layout != "plain" and (x.shape[-1] % 2 or wanted.mul0 is not None):
         raise ArgumentError(f"x has shape {tuple(x.shape)}; expected gate and up of equal size, and no other up")
     shape = wanted.shape

@@ -13,6 +13,7 @@ from rtkernels.ops.act.glu_nvfp4 import GLU
 from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import Wanted, memory_for, result_shapes, wanted
+from rtkernels.runtime.checks import check_dimensions
 from rtkernels.runtime.layout import check_same, token
 from rtkernels.runtime.operator.arguments import check_number
 from rtkernels.runtime.operator.autograd import detached
@@ -83,8 +84,7 @@ def glu_of_codes(
         if not good:
             raise ArgumentError(f"{name} is {type(pair).__name__}; expected (codes, scales[, global scale]) of NVFP4")
         codes, scales, *rest = pair
-        if not codes.dim():
-            raise ArgumentError(f"{name}[0] has no dimensions; expected at least one")
+        check_dimensions(f"{name}[0]", codes.shape)
         number = rest[0] if rest else None
         if number is not None and not isinstance(number, Tensor):
             number = torch.full((), float(check_number(f"{name}[2]", number)), dtype=torch.float32, device=codes.device)

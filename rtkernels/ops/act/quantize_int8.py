@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import COMBINE
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import check_dimensions
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import token
 from rtkernels.runtime.operator.arguments import Among
+from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
 GRANULARITIES = ("row", "tensor")
@@ -42,10 +43,8 @@ def quantize_int8(
         dimension, or ``[]`` for granularity "tensor".
     """
     token("x", x.dtype)
-    if not x.dim():
-        raise ArgumentError("x has no dimensions; expected at least one")
-    if x.requires_grad:
-        x = x.detach()
+    check_dimensions("x", x.shape)
+    (x,) = detached(x)
     q = new_tensor(tuple(x.shape), torch.int8, x)
     shape = tuple(x.shape[:-1]) if granularity == "row" else ()
     if x.numel() == 0:

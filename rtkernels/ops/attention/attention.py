@@ -17,6 +17,7 @@ from rtkernels.ops.attention.checks import (
     LAYOUT,
     Forward,
     Heads,
+    check_dims,
     heads_first_strides,
     problem_of,
     result_strides,
@@ -248,10 +249,7 @@ def attention(
         [batch, queries, heads, width of v] in `layout`, contiguous, in q's dtype. With return_lse a pair of it and the
         log-sum-exp of the scores, float32 [batch, heads, queries].
     """
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor) or t.dim() != 4:
-            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
-            raise ArgumentError(f"{name} has {got}; expected a tensor of 4 dimensions, {layout}")
+    check_dims(4, f", {layout}", q=q, k=k, v=v)
     heads_first = layout == "bhld"
     if heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

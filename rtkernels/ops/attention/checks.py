@@ -19,6 +19,15 @@ MAX_LENGTH = 2**29  # of a sequence: positions plus windows stay within 32 bits
 LAYOUT = Among(("blhd", "bhld"), "one of blhd, bhld")
 
 
+def check_dims(dims: int, order: str = "", **tensors: Any) -> None:
+    """Raise an ArgumentError that names the first argument that is not a tensor of so many dimensions."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or t.dim() != dims:
+            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
+            raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions{order}")
+
+
+
 class Heads(Argument):
     """[batch, length, heads, width] or, packed, [tokens, heads, width]; the elements of a head are contiguous.
 

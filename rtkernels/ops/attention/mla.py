@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention import attention as base
-from rtkernels.ops.attention.checks import LAYOUT
+from rtkernels.ops.attention.checks import LAYOUT, check_dims
 from rtkernels.ops.attention.options import check_backend, default_scale, window_sides
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import Within, check_integer
@@ -52,10 +52,7 @@ def mla_attention(
     if cu_seqlens_q is None and cu_seqlens_k is not None:
         raise ArgumentError("cu_seqlens_k is given without cu_seqlens_q; expected both, or neither")
     dims = 4 if cu_seqlens_q is None else 3
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor) or t.dim() != dims:
-            got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"type {type(t).__name__}"
-            raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions")
+    check_dims(dims, q=q, k=k, v=v)
     check_backend(backend)
     factor = default_scale(scale, q)
     cut_off = 0.0 if clip_value is None else -float(clip_value) * factor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, is_grad_enabled
 
@@ -77,6 +79,12 @@ _select, _scatter_add, _sort_chunks = map(applied, (_IndexSelect, _ScatterAdd, _
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
+def _check_out(out: Any, gradient: bool) -> None:
+    check_tensor("out", out)
+    if gradient or (is_grad_enabled() and out.requires_grad):
+        raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
+
+
 @public(own_out=True)
 def index_select(
     x: Tensor, indices: Tensor, *, scale: Tensor | None = None,
@@ -104,9 +112,7 @@ def index_select(
         return with_out(index_select, {"x": x, "indices": indices, "scale": scale, "out": out}, ())
     gradient = is_grad_enabled() and needs_grad(x)
     if out is not None:
-        check_tensor("out", out)
-        if gradient or (is_grad_enabled() and out.requires_grad):
-            raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
+        _check_out(out, gradient)
         moved = SELECT_INTO(out, x, indices, scale)
         return out if scale is None else (out, moved)
     y, moved = _select(x, indices, scale) if gradient else SELECT.call(x, indices, scale)
@@ -144,9 +150,7 @@ def scatter_add(
         if gradient:
             return _scatter_add(x, indices, rows, weights)
         return SCATTER.call(x, indices, rows, weights)
-    check_tensor("out", out)
-    if gradient or (is_grad_enabled() and out.requires_grad):
-        raise ArgumentError("out is given and a tensor requires grad; expected neither, or to run under no_grad")
+    _check_out(out, gradient)
     if rows is not None and out.dim() and rows != out.shape[0]:
         raise ArgumentError(f"rows is {rows}; expected {out.shape[0]}, the rows of out, or None")
     SCATTER_INTO(out, x, indices, weights, accumulate)

@@ -18,7 +18,15 @@ from rtkernels.ops.loss.cross_entropy_operators import (
     PARTS,
     SCALE,
 )
-from rtkernels.ops.loss.cross_entropy_plan import KERNELS, MEAN, REDUCTIONS, check_names, check_options
+from rtkernels.ops.loss.cross_entropy_plan import (
+    KERNELS,
+    MEAN,
+    REDUCTION,
+    REDUCTIONS,
+    SOFTCAP,
+    check_options,
+    check_vocabulary,
+)
 from rtkernels.ops.loss.label_report import raise_pending
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable, refuse_leaf
@@ -129,7 +137,7 @@ def _weighted(logits, labels, weight, options, reduction, one_pass, in_place, re
     return soft.reduced(losses, labels, weight, ignore_index, reduction), lse
 
 
-@public
+@public(options={"reduction": REDUCTION, "softcap": SOFTCAP})
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
@@ -190,7 +198,6 @@ def cross_entropy(
         The loss, float32: a scalar, or labels' shape for ``reduction="none"``. A tuple if more is requested:
         ``(loss, lse, accuracy)`` without those not requested.
     """
-    check_names(reduction, softcap)
     if weight is not None or (isinstance(labels, Tensor) and labels.is_floating_point()):
         refused = {"z_loss": z_loss != 0, "return_accuracy": return_accuracy, "group": group is not None,
                    "vocab_start": vocab_start is not None, "vocab_size": vocab_size is not None}  # fmt: skip
@@ -213,8 +220,7 @@ def cross_entropy(
     if in_place:
         refuse_leaf("logits", logits)
     if group is None:
-        if vocab_start is not None or vocab_size is not None:
-            raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+        check_vocabulary(group, vocab_start, vocab_size)
         loss, accuracy, stats = _single(logits, labels, options, how, return_accuracy, one_pass, in_place)
         lse = stats.detach().sum(0).view(labels.shape) if return_lse else None
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from rtkernels.runtime.invariance import choice_rows, level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, WIDTH, block_of, divisor, group_threads, reads_evict_first
-from rtkernels.runtime.operator.arguments import check_number
+from rtkernels.runtime.operator.arguments import Among, Within, check_number
 from rtkernels.runtime.operator.declared import Argument, Meta
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 
@@ -101,12 +101,14 @@ def check(logits: Meta, labels: Meta, name: str = "logits") -> None:
         raise ArgumentError(f"{name} has {shape[-1]} columns; expected 1 to 2^31 - 1")
 
 
-def check_names(reduction: str, softcap: float | None) -> None:
-    """Raise an ArgumentError for options that the public functions take in other forms than the operators."""
-    if reduction not in REDUCTIONS:
-        raise ArgumentError(f"reduction is {reduction!r}; expected one of 'none', 'mean', 'sum'")
-    if softcap is not None and not check_number("softcap", softcap) > 0:
-        raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
+REDUCTION = Among(REDUCTIONS, "one of 'none', 'mean', 'sum'")
+SOFTCAP = Within("float", "softcap > 0", "a positive number, or None")
+
+
+def check_vocabulary(group: Any, vocab_start: int | None, vocab_size: int | None) -> None:
+    """Raise an ArgumentError for a part of a vocabulary that no group shares."""
+    if group is None and (vocab_start is not None or vocab_size is not None):
+        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
 
 
 def check_options(label_smoothing: float, z_loss: float, softcap: float, reduction: int) -> None:
@@ -119,6 +121,14 @@ def check_options(label_smoothing: float, z_loss: float, softcap: float, reducti
         raise ArgumentError(f"softcap is {softcap}; expected a positive number, or None")
     if reduction not in (NONE, MEAN, SUM):
         raise ArgumentError(f"reduction is {reduction}; expected 0 (none), 1 (mean) or 2 (sum)")
+
+
+def as_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments of a linear layer in the dtype of autocast, if that is on."""
+    if hidden.device.type == "meta" or not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 # ---- planning: plain metadata in, a bound launch out ----------------------------------------------------------------

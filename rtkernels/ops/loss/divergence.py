@@ -12,7 +12,7 @@ from rtkernels.ops.loss.divergence_operators import BACKWARD, BOTH, EACH, FORWAR
 from rtkernels.ops.loss.divergence_plan import BY_ELEMENTS, BY_FIRST, BY_NOTHING, LOGARITHM, MIXED, PROBABILITY, REVERSE
 from rtkernels.ops.reduce.softmax import log_softmax
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import token
+from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.operator.arguments import Within, check_integer, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
@@ -101,8 +101,7 @@ def _log_probabilities(input: Tensor, target: Tensor, temperature: float) -> lis
         if not isinstance(logits, Tensor):
             raise ArgumentError(f"{name} is a {type(logits).__name__}; expected a torch.Tensor")
         token(name, logits.dtype)
-        if not logits.dim():
-            raise ArgumentError(f"{name} has no dimensions; expected at least one")
+        check_dimensions(name, logits.shape)
     return [log_softmax(logits, scale=1.0 / temperature) for logits in (input, target)]
 
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.loss.cross_entropy_plan import NONE, REDUCTIONS, check_names, check_options
+from rtkernels.ops.loss.cross_entropy_plan import (
+    NONE,
+    REDUCTION,
+    REDUCTIONS,
+    SOFTCAP,
+    as_autocast,
+    check_options,
+    check_vocabulary,
+)
 from rtkernels.ops.loss.linear_cross_entropy_operators import (
     BACKWARD,
     FORWARD,
@@ -67,7 +75,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, None, dbias, *(None,) * 9
 
 
-@public(options={"chunk_rows": Within("int", "chunk_rows >= 1", "at least 1, or None")})
+_OPTIONS = {
+    "reduction": REDUCTION, "softcap": SOFTCAP,
+    "chunk_rows": Within("int", "chunk_rows >= 1", "at least 1, or None"),
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
@@ -125,9 +139,7 @@ def linear_cross_entropy(
     Returns:
         As in ``cross_entropy``.
     """
-    check_names(reduction, softcap)
-    if group is None and (vocab_start is not None or vocab_size is not None):
-        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    check_vocabulary(group, vocab_start, vocab_size)
     if is_sharded(hidden) or is_sharded(weight):
         from rtkernels.ops.loss.cross_entropy_shards import linear_cross_entropy_of_shards
 
@@ -139,9 +151,7 @@ def linear_cross_entropy(
             "chunk_rows": chunk_rows, "fp32_weight_grad": fp32_weight_grad,
         }  # fmt: skip
         return linear_cross_entropy_of_shards(linear_cross_entropy, hidden, weight, labels, bias, given)
-    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     if chunk_rows is None:
         chunk_rows = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)

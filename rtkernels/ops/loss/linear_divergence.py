@@ -10,6 +10,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_divergence_parallel as parallel
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
+from rtkernels.ops.loss.cross_entropy_plan import check_vocabulary
 from rtkernels.ops.loss.linear_divergence_operators import BACKWARD, BACKWARD_KEPT, FORWARD, OF_HIDDEN, OF_LOGITS
 from rtkernels.ops.loss.linear_divergence_rows import KERNELS
 from rtkernels.ops.loss.linear_divergence_topk import linear_topk_divergence
@@ -132,8 +133,7 @@ def linear_divergence(
     """
     if chunk_bytes is None:
         chunk_bytes = 0  # the operator has a rule
-    if group is None and (vocab_start is not None or vocab_size is not None):
-        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    check_vocabulary(group, vocab_start, vocab_size)
     if save == "gradients" and (group is not None or teacher_ids is not None):
         raise ArgumentError("save is 'gradients' with a group or teacher_ids; expected 'stats' or None")
     _check_teacher(teacher_hidden, teacher_weight, teacher_bias, teacher_ids, teacher_logprobs)

@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
+from rtkernels.ops.loss.cross_entropy_plan import SOFTCAP, as_autocast, check_vocabulary
 from rtkernels.ops.loss.linear_logprob_checks import check_inputs, check_numbers
 from rtkernels.ops.loss.linear_logprob_head import candidates
 from rtkernels.ops.loss.linear_logprob_operators import BACKWARD, BACKWARD_SAVED, FINISH, PARTS, add_gradients
@@ -151,7 +152,7 @@ def _check_projected(trains_head: bool, wants_more: bool) -> None:
 
 _OPTIONS = {
     "save": Among(SAVES, "one of 'stats', 'logits', 'projected'"), "logit_scale": Within("float"),
-    "softcap": Within("float", "softcap > 0", "a positive number, or None"),
+    "softcap": SOFTCAP,
     "chunk_bytes": Within("int", "chunk_bytes >= 1", "at least 1, or None"),
 }  # fmt: skip
 
@@ -216,8 +217,7 @@ def linear_logprob(
         mean_logit (float32) and top1 (bool) behind it, in this order, of the shape of hidden without its last
         dimension.
     """
-    if group is None and (vocab_start is not None or vocab_size is not None):
-        raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
+    check_vocabulary(group, vocab_start, vocab_size)
     if is_sharded(hidden) or is_sharded(weight):
         from rtkernels.ops.loss.linear_logprob_shards import linear_logprob_of_shards
 
@@ -230,9 +230,7 @@ def linear_logprob(
             "save": save, "chunk_bytes": chunk_bytes,
         }  # fmt: skip
         return linear_logprob_of_shards(linear_logprob, hidden, weight, ids, bias, temperature, given)
-    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     if chunk_bytes is None:
         chunk_bytes = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
     temperatures = None

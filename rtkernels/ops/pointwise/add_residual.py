@@ -9,6 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import check_dimensions
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, row_count, token
 from rtkernels.runtime.operator.arguments import check_integer
@@ -95,8 +96,7 @@ def _check_pair(name: str, x: Tensor, other: Tensor, of: str) -> None:
     token(of, other.dtype)
     check_same(name, x.dtype, other.dtype, "dtype", of=of)
     check_same(name, x.shape, other.shape, "shape", of=of)
-    if not x.dim():
-        raise ArgumentError(f"{of} has no dimensions; expected at least one")
+    check_dimensions(of, x.shape)
 
 
 # ---- add_bias -------------------------------------------------------------------------------------------------------
@@ -147,8 +147,7 @@ def add_bias(
         A contiguous tensor of x's shape and dtype.
     """
     token("x", x.dtype)
-    if not x.dim():
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
     _bias_row(bias, x)
     if pos is not None:
         if pos.dim() != 2 or pos.shape[-1] != x.shape[-1] or not pos.shape[0]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtkernels.errors import ArgumentError
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_shape, token
+from rtkernels.runtime.checks import check_dimensions, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import FLOAT_DTYPES, TYPES, reads_evict_first, vector_bytes
@@ -45,8 +44,7 @@ def check_factor(name: str, factor: Meta | None, size: int, what: str) -> None:
 
 
 def _check(x: Meta, row_factor: Meta | None, column_factor: Meta | None) -> None:
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
     check_factor("row_factor", row_factor, x.rows, "row")
     check_factor("column_factor", column_factor, x.shape[-1], "column")
 

@@ -8,7 +8,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.quantize_fp8_kernels import BACK, BACK_GENERIC, BACK_T, GENERIC_THREADS, GENERIC_TYPES, WIDTH
 from rtkernels.ops.quant.quantize_fp8_plan import Matrix, check_options, check_static_scale, scale_shape
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, GROUP, groups_of
-from rtkernels.runtime.checks import token
+from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -27,8 +27,7 @@ def check_dequantize(
         raise ArgumentError(what.replace("torch.", ""))
     token("the result", dtype, FLOAT_DTYPES)
     shape = tuple(q.shape)
-    if not shape:
-        raise ArgumentError("q has no dimensions; expected at least one")
+    check_dimensions("q", shape)
     if granularity == "tensor":
         return check_static_scale(scale)
     if granularity == "group_t":

@@ -11,7 +11,7 @@ from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import QuantizedBoth, dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import token
+from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
 from rtkernels.runtime.operator.arguments import Among, Within
@@ -43,8 +43,7 @@ def _check(x: Meta, block: int) -> None:
     token("x", x[0])
     if block not in BLOCKS:
         raise ArgumentError(f"block is {block}; expected one of {', '.join(map(str, BLOCKS))}")
-    if not x[1]:
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x[1])
     if x[1][-1] % block:
         raise ArgumentError(f"x has {x[1][-1]} columns; expected a multiple of the block, {block}")
 

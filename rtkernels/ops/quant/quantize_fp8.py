@@ -16,6 +16,7 @@ from rtkernels.ops.quant.quantize_fp8_operators import BOTH, DEQUANTIZE, QUANTIZ
 from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse
+from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
 
@@ -96,8 +97,7 @@ def quantize_fp8(
         if layout != "both":
             raise ArgumentError(f"layout is {layout!r}; expected 'row' or 'both'")
         with_transposed = True
-    if x.requires_grad:
-        x = x.detach()
+    (x,) = detached(x)
     if isinstance(scale, float | int) and not isinstance(scale, bool):
         scale = torch.full((), scale, dtype=torch.float32, device=x.device)
     if scale is None:
@@ -154,10 +154,7 @@ def dequantize_fp8(
         return groups.dequantize(one, q, scale, granularity, group_size, scale_layout)
     if not isinstance(scale, Tensor):
         raise ArgumentError(f"scale is a {type(scale).__name__}; expected a torch.Tensor, as q is")
-    if scale.requires_grad:
-        scale = scale.detach()
-    if q.requires_grad:
-        q = q.detach()
+    q, scale = detached(q, scale)
     if granularity == "channel" and scale_layout == "row" and q.dim() == 2:
         if scale.shape != q.shape[:1]:
             raise ArgumentError(

@@ -17,7 +17,7 @@ from rtkernels.ops.quant.column_absmax import check_factor, column_steps
 from rtkernels.ops.quant.quantize_fp8_operators import QUANTIZE
 from rtkernels.ops.quant.quantize_fp8_plan import tile_threads
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES, groups_of
-from rtkernels.runtime.checks import token
+from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, row_count, vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator
@@ -36,8 +36,7 @@ _WIDER = {torch.float16: torch.float32, torch.float8_e4m3fn: torch.bfloat16}
 def _check(x: Meta, row_factor: Meta | None, smooth: Meta | None, dtype: torch.dtype, pad_to: int) -> None:
     token("x", x.dtype, _INPUTS)
     token("the result", dtype, FP8_DTYPES)
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
     if not 1 <= pad_to <= 65536:
         raise ArgumentError(f"pad_to is {pad_to}; expected 1 to 65536")
     check_factor("row_factor", row_factor, x.rows, "row")

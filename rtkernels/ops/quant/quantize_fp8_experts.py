@@ -18,6 +18,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, nothing
+from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -149,8 +150,7 @@ def quantize_fp8_experts(
         A :class:`QuantizedExperts` of contiguous tensors.
     """
     layout = layout if output is None else output
-    if x.requires_grad:
-        x = x.detach()
+    (x,) = detached(x)
     results = QUANTIZE.call(x, counts, layout, dtype, pow2_scale)
     return QuantizedExperts(*asked(layout, results))
 

@@ -12,7 +12,7 @@ from rtkernels.ops.quant import quantize_fp8_kernels as kernels
 from rtkernels.ops.quant.quantize_fp8_generic_plan import generic_static, generic_steps, generic_tensor
 from rtkernels.ops.quant.quantize_fp8_kernels import GROUP, WIDTH
 from rtkernels.ops.shared.fp8_layout import FP8_DTYPES, SCALE_LAYOUTS, Fp8Layout, check_option, groups_of
-from rtkernels.runtime.checks import token
+from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import build_together
 from rtkernels.runtime.layout import (
@@ -77,8 +77,7 @@ def check_quantize(
     check_options(granularity, scale_layout)
     token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)
-    if not x.dim():
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
 
 
 def check_both(x: Meta, granularity: str, dtype: torch.dtype, scale_layout: str) -> None:

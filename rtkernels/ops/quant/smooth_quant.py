@@ -18,7 +18,7 @@ from rtkernels.ops.quant.column_absmax import reference as absmax_reference
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE, dequantize_fp8
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_same, check_shape, token
+from rtkernels.runtime.checks import check_dimensions, check_same, check_shape, token
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import (
@@ -54,8 +54,7 @@ _KERNEL = Kernel(
 def _check(x: Meta, smooth: Meta, expert: Meta | None, dtype: torch.dtype) -> None:
     token("x", x.dtype)
     token("the result", dtype, FP8_DTYPES)
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
     cols = x.shape[-1]
     token("smooth", smooth.dtype, (torch.float32,))
     wanted = (cols,) if expert is None else (smooth.shape[0] if smooth.shape else 1, cols)

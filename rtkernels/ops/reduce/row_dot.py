@@ -8,7 +8,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import layout
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import FLOAT_DTYPES, token
+from rtkernels.runtime.checks import FLOAT_DTYPES, check_dimensions, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, TYPES, block_of, group_threads, nothing, vector_bytes
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
@@ -34,8 +34,7 @@ _BWD = Kernel(
 
 
 def _check(x: Meta) -> None:
-    if not x.shape:
-        raise ArgumentError("x has no dimensions; expected at least one")
+    check_dimensions("x", x.shape)
 
 
 def _rows(x: Meta, y: Meta) -> tuple[int, int, int, int, bool]:

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.checks import check_dtype, check_shape
+from rtkernels.runtime.checks import check_dimensions, check_dtype, check_shape
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
@@ -53,8 +53,7 @@ _FEW_ROWS = Kernel(
 
 def check(x: Meta, lengths: Meta | None, name: str = "x") -> None:
     """Raise an ArgumentError for arguments that do not fit together. The softmax is over the last dimension."""
-    if not x.shape:
-        raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    check_dimensions(name, x.shape)
     if lengths is not None:
         check_dtype("lengths", lengths.dtype)
         check_shape("lengths", lengths.shape, x.shape[:-1], f"the shape of {name} without dim")

@@ -8,7 +8,7 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_same
+from rtkernels.runtime.checks import check_dimensions, check_same
 from rtkernels.runtime.operator.arguments import Among, check_integer, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
@@ -96,8 +96,7 @@ def load_balancing_loss(
     Returns:
         A float32 scalar; 0 if there are no tokens.
     """
-    if not logits.dim():
-        raise ArgumentError("logits has no dimensions; expected at least one")
+    check_dimensions("logits", logits.shape)
     if sequence_dim is None:
         sequence_dim = -1
     elif logits.dim() != 3 or check_integer("sequence_dim", sequence_dim) not in (0, 1):

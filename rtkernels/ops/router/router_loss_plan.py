@@ -11,7 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.warp_rows import KIND, check_rows
 from rtkernels.ops.shared.experts import MAX_EXPERTS
-from rtkernels.runtime.checks import check_dtype, check_shape
+from rtkernels.runtime.checks import check_dimensions, check_dtype, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, row_count, vector_bytes
@@ -127,8 +127,7 @@ def _plan_bwd(x: Meta, kind: int, sequence_dim: int, k: int, coefficient: float,
 
 def _check_indices(indices: Meta, experts: int, sequence_dim: int) -> None:
     check_dtype("indices", indices.dtype)
-    if not indices.shape:
-        raise ArgumentError("indices has no dimensions; expected at least one")
+    check_dimensions("indices", indices.shape)
     if not 1 <= experts <= MAX_EXPERTS:
         raise ArgumentError(f"experts is {experts}; expected 1 to {MAX_EXPERTS}")
     sequences_of(indices.shape, sequence_dim)

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import warp_rows
 from rtkernels.ops.router.warp_rows import COLUMNS, KIND, OCTET, WARP_COLUMNS, check_k, check_rows
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_dtype, check_same, token
+from rtkernels.runtime.checks import check_dimensions, check_dtype, check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, vector_bytes
 from rtkernels.runtime.operator.arguments import Among
@@ -73,8 +72,7 @@ def _check_bwd(g: Meta, indices: Meta, cols: int) -> None:
     token("g", g.dtype)
     check_dtype("indices", indices.dtype)
     check_same("indices", indices.shape, g.shape, "shape", of="g")
-    if not g.shape:
-        raise ArgumentError("g has no dimensions; expected at least one")
+    check_dimensions("g", g.shape)
     check_k(g.shape[-1], cols)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rtkernels.errors import ArgumentError
-from rtkernels.runtime.checks import token
+from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.layout import vector_bytes
 from rtkernels.runtime.operator.declared import Meta
 
@@ -20,8 +20,7 @@ MAX_K = 64
 def check_rows(name: str, meta: Meta, limit: int, what: str = "columns") -> None:
     """Raise an ArgumentError unless a tensor is of a float type, with 1 to `limit` numbers in its last dimension."""
     token(name, meta.dtype)
-    if not meta.shape:
-        raise ArgumentError(f"{name} has no dimensions; expected at least one")
+    check_dimensions(name, meta.shape)
     if not 1 <= meta.shape[-1] <= limit:
         raise ArgumentError(f"{name} has {meta.shape[-1]} {what}; expected 1 to {limit}")
 
