@@ -53,3 +53,7 @@ class NotWarmError(RtkError, RuntimeError):
         super().__init__(message)
         self.key = key
         self.command = command
+
+
+# What keeps a kernel from a device, whatever the arguments of a call are.
+CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)

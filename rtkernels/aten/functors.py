@@ -77,32 +77,19 @@ class Kernels:
     ) -> None:
         """Declare them. `variants` and `rare` are functions of a class of layouts (V, G, T, S) and a target."""
 
-        def of(kind: str) -> dict[str, Any]:
+        def kernel(kind: str, entry: str, args: str, types: str = "", max_registers: int = 96) -> Kernel:
             rarely = (lambda target: rare(kind, target)) if rare is not None else ()
-            return {"variants": lambda target: variants(kind, target), "rare": rarely}
+            tables = f" {TABLE_ARGUMENTS}" if kind != "V" else ""
+            return Kernel(
+                unit, entry, struct=kind != "V", template=f"F T O A B D {types}", tier=tier,
+                max_registers=max_registers, args=f"out:ptr a:ptr b:ptr d:ptr {NUMBER_ARGUMENTS}{tables} {args}",
+                variants=lambda target: variants(kind, target), rare=rarely,
+            )  # fmt: skip
 
-        types = "F T O A B D"
-        pointers = "out:ptr a:ptr b:ptr d:ptr"
-        self.flat = Kernel(
-            unit, "pointwise_flat", template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {NUMBER_ARGUMENTS} count:i64 steps:i64 aligned16:i64",
-            **of("V"),
-        )  # fmt: skip
-        self.strided = Kernel(
-            unit, "pointwise_strided", struct=True, template=f"{types} INDEX64", tier=tier, max_registers=96,
-            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} count:i64 dims:i64 steps:i64 vectors:i64",
-            **of("G"),
-        )  # fmt: skip
-        self.transposed = Kernel(
-            unit, "pointwise_transposed", struct=True, template=types, tier=tier, max_registers=96,
-            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64",
-            **of("T"),
-        )  # fmt: skip
-        self.squares = Kernel(
-            unit, "pointwise_squares", struct=True, template=f"{types} TILED", tier=tier, max_registers=128,
-            args=f"{pointers} {NUMBER_ARGUMENTS} {TABLE_ARGUMENTS} dims:i64 steps:i64 tiles_x:i64 tiles_y:i64",
-            **of("S"),
-        )  # fmt: skip
+        self.flat = kernel("V", "pointwise_flat", "count:i64 steps:i64 aligned16:i64")
+        self.strided = kernel("G", "pointwise_strided", "count:i64 dims:i64 steps:i64 vectors:i64", "INDEX64")
+        self.transposed = kernel("T", "pointwise_transposed", "dims:i64 tiles:i64 tiles_x:i64 tiles_y:i64")
+        self.squares = kernel("S", "pointwise_squares", "dims:i64 steps:i64 tiles_x:i64 tiles_y:i64", "TILED", 128)
 
     def bind(self, types: tuple[str, ...], how: Arrangement, device: int) -> Any:
         if how.kind == "V":

@@ -161,26 +161,14 @@ def _override(name: str, native: Native, kernels: dict[str, Native]) -> Callable
     def override(*args: Any, **kwargs: Any) -> Any:
         if not state.highest or not level():
             return native(*args, **kwargs)
-        return rule(inner, *args, **kwargs)
-
-    def with_out(*args: Any, out: Tensor, **kwargs: Any) -> Any:
-        if not state.highest or not level():
-            return native(*args, out=out, **kwargs)
-        if _multiplied_into(out, name, args, kwargs):
-            return out
-        return _written(out, rule(inner, *args, **kwargs))
-
-    def in_place(base: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not state.highest or not level():
-            return native(base, *args, **kwargs)
-        return _written(base, rule(inner, base, *args, **kwargs))
-
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if state.highest and level():
+        if rule is None:
             refuse(f"torch.{name}", "torch's kernels for it choose by the number of rows")
-        return native(*args, **kwargs)
+        out = args[0] if name in _IN_PLACE else kwargs.pop("out", None)
+        if out is None:
+            return rule(inner, *args, **kwargs)
+        return out if _multiplied_into(out, name, args, kwargs) else _written(out, rule(inner, *args, **kwargs))
 
-    return refused if name in _REFUSED else with_out if name in _OUT else in_place if name in _IN_PLACE else override
+    return override
 
 
 def _multiplied_into(out: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

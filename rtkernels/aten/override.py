@@ -14,20 +14,12 @@ from rtkernels import emulator
 from rtkernels.aten import table, wrapped
 from rtkernels.aten.report import count_of
 from rtkernels.aten.table import NotHandled, Overload
-from rtkernels.errors import (
-    ArgumentError,
-    KernelCompileError,
-    NotWarmError,
-    RtkError,
-    ToolkitError,
-    UnsupportedDeviceError,
-)
+from rtkernels.errors import CANNOT_LAUNCH, ArgumentError, NotWarmError, RtkError
 from rtkernels.runtime import env
 from rtkernels.runtime.depends import MISS
 from rtkernels.runtime.torch_private import below_versions
 
 Record = Callable[[str, str | None], None]
-_CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 _warned: set[str] = set()
 
 
@@ -123,7 +115,7 @@ def _override_of(name: str, family: str, key: str, native: Any) -> tuple[Callabl
         try:
             with below_versions():  # the dispatcher has counted what the call writes, and results are new
                 result = emulated(args, kwargs) if on_cpu else calls.call(handler, args, kwargs)
-        except _CANNOT_LAUNCH as error:
+        except CANNOT_LAUNCH as error:
             reason = _not_launched(name, error)
         except ArgumentError:  # torch raises its own
             reason = "invalid arguments"

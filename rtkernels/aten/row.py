@@ -94,8 +94,8 @@ def _layer_norm_backward(
     return _wanted(output_mask, dx, dw, db)
 
 
-def _wanted(mask: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True))
+def _wanted(mask: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor | None, ...]:
+    return dx if mask[0] else None, dw if mask[1] else None, db if mask[2] else None
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, eps: float | None) -> Any:

@@ -9,7 +9,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -321,22 +321,19 @@ def parse_resources(log: str) -> dict[str, Resources]:
     """Return the report of ``ptxas -v`` by mangled name, including device functions that were not inlined."""
     found: dict[str, Resources] = {}
     name = None
-    frame = (0, 0, 0)
     for line in log.splitlines():
         if match := _ENTRY.search(line):
-            name, frame = match[1] or match[2], (0, 0, 0)
+            name = match[1] or match[2]
         elif name is None:
             continue
         elif match := _FRAME.search(line):
-            frame = (int(match[1]), int(match[2]), int(match[3]))
-            found.setdefault(name, Resources(stack=frame[0], spill_stores=frame[1], spill_loads=frame[2]))
+            stack, stores, loads = map(int, match.groups())
+            found.setdefault(name, Resources(stack=stack, spill_stores=stores, spill_loads=loads))
         elif match := _USED.search(line):
             shared = _SHARED.search(line)
-            found[name] = Resources(
+            found[name] = replace(
+                found.get(name, Resources()),
                 registers=int(match[1]),
-                stack=frame[0],
-                spill_stores=frame[1],
-                spill_loads=frame[2],
                 shared=int(shared[1]) if shared else 0,
                 constant=sum(map(int, _CONSTANT.findall(line))),
             )

@@ -21,11 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rtkernels import emulator
+from rtkernels.errors import CANNOT_LAUNCH
 from rtkernels.runtime import env, layout
 from rtkernels.runtime.launch.device import emulating
 from rtkernels.runtime.operator.declaration import Declared, active_traces
 from rtkernels.runtime.operator.declared import Operator
-from rtkernels.runtime.operator.operator import CANNOT_LAUNCH, TorchOp
+from rtkernels.runtime.operator.operator import TorchOp
 from rtkernels.runtime.operator.plan import StepPlan, Steps
 from rtkernels.runtime.torch_private import without_autocast
 

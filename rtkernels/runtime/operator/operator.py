@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from rtkernels import emulator
-from rtkernels.errors import KernelCompileError, NotWarmError, ToolkitError, UnsupportedDeviceError
+from rtkernels.errors import CANNOT_LAUNCH
 from rtkernels.runtime import env
 from rtkernels.runtime.launch.device import emulating
 from rtkernels.runtime.launch.memory import call_state
@@ -28,7 +28,6 @@ from rtkernels.runtime.torch_private import (
 )
 
 _LIBRARY = torch.library.Library("rtkernels", "FRAGMENT")
-CANNOT_LAUNCH = (ToolkitError, UnsupportedDeviceError, KernelCompileError, NotWarmError)
 # Exceptions that a non-numeric option can raise when it is hashed, compared, used for planning or packed for a launch.
 _NOT_A_NUMBER = (TypeError, ValueError, LookupError, AttributeError, struct.error)
 _fell_back: set[str] = set()
