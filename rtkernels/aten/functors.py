@@ -118,13 +118,14 @@ def functor(name: str, inputs: int, **options: Any) -> Functor:
     return made
 
 
-def row_adder(rows: list[Overload]) -> Callable[..., None]:
-    """Return a function that adds rows of family ``ew`` for overloads of an operator that share a handler.
+def row_adder() -> tuple[Callable[..., None], Callable[[], Iterator[Overload]]]:
+    """Return a function that adds rows of family ``ew`` for overloads that share a handler, and one that yields all.
 
-    It takes the operator's name, the handler, names of overloads ("default" for the one without a name; "_" in front of
-    those of the in-place operator, for which the handler gets the first operand as `out`), the OpInfo if that has
-    another name, "" for none, and options of the rows.
+    The first takes the operator's name, the handler, names of overloads ("default" for the one without a name; "_" in
+    front of those of the in-place operator, for which the handler gets the first operand as `out`), the OpInfo if that
+    has another name, "" for none, and options of the rows.
     """
+    rows: list[Overload] = []
 
     def add(
         name: str, handler: Callable[..., Any], overloads: str = "default", opinfo: str | None = None, **options: Any
@@ -133,13 +134,14 @@ def row_adder(rows: list[Overload]) -> Callable[..., None]:
             return handler(self, *args, **named, out=self)
 
         samples = name if opinfo is None else opinfo
+        options = {"opinfo": (samples,) if samples else (), "replays": True, **options}
         for overload in overloads.split():
             changes = overload.startswith("_")
             full = f"{name}{'_' * changes}.{overload.removeprefix('_')}".removesuffix(".default")
             call = in_place if changes else handler
-            rows.append(Overload(full, "ew", call, opinfo=(samples,) if samples else (), replays=True, **options))
+            rows.append(Overload(full, "ew", call, **options))
 
-    return add
+    return add, lambda: iter(rows)
 
 
 def all_variants(kind: str) -> Iterator[tuple[Any, ...]]:

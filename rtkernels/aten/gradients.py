@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,20 +9,14 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, NUMBERS, TOKENS, Functor, functor, row_adder
-from rtkernels.aten.table import OPTION, OUT_OF_RANGE, NotHandled, Overload
+from rtkernels.aten.table import OPTION, OUT_OF_RANGE, NotHandled
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import divisor
 from rtkernels.runtime.operator.declared import Argument, Meta, Primitive
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_ROWS: list[Overload] = []
-_add_row = row_adder(_ROWS)
-
-
-def rows() -> Iterator[Overload]:
-    """Yield the rows of this module."""
-    yield from _ROWS
+_add_row, rows = row_adder()
 
 
 def _gradient(name: str, made: Functor, opinfo: str) -> None:

@@ -7,7 +7,6 @@ overloads, numbers for operands, the conformance test and the benchmark row foll
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,18 +14,10 @@ from torch import Tensor
 
 from rtkernels.aten.elementwise import fits, rounded, run
 from rtkernels.aten.functors import FLOATS, INTEGERS, NUMBERS, Functor, functor, row_adder
-from rtkernels.aten.table import OPTION, NotHandled, Overload
+from rtkernels.aten.table import OPTION, NotHandled
 
 _NEGATIVE = NotHandled("negative integer exponent")
-
-
-_ROWS: list[Overload] = []
-_add_row = row_adder(_ROWS)
-
-
-def rows() -> Iterator[Overload]:
-    """Yield the rows of this module."""
-    yield from _ROWS
+_add_row, rows = row_adder()
 
 
 # ---- unary ----------------------------------------------------------------------------------------------------------
@@ -297,5 +288,4 @@ def _polar(abs: Tensor, angle: Tensor, *, out: Tensor | None = None) -> Any:
     return result if type(result) is NotHandled else result.view(torch.complex64) if out is None else out
 
 
-for _name in ("polar", "polar.out"):  # not replayed: the result is a view
-    _ROWS.append(Overload(_name, "ew", _polar, opinfo=("polar",)))
+_add_row("polar", _polar, "default out", replays=False)  # the result is a view

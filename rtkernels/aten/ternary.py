@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -13,19 +12,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rtkernels.aten.elementwise import copy_into, fits, meta_of, output_strides, rounded, run
 from rtkernels.aten.functors import FILL, FLOATS, NUMBERS, Functor, functor, row_adder
 from rtkernels.aten.pointwise import MAXIMUM, MINIMUM
-from rtkernels.aten.table import OPTION, NotHandled, Overload
+from rtkernels.aten.table import OPTION, NotHandled
 from rtkernels.runtime.launch.memory import dense_strides
 
-_ROWS: list[Overload] = []
-_add_row = row_adder(_ROWS)
+_add_row, rows = row_adder()
 _BOOL = NotHandled("bool")
-
-
-def rows() -> Iterator[Overload]:
-    """Yield the rows of this module."""
-    yield from _ROWS
-
-
 _CLAMP = functor("Clamp", 3, dtypes=NUMBERS, numbers_count=False)
 
 
