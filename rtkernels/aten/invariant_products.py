@@ -56,12 +56,8 @@ def _in_blocks(native: Native, a: Tensor, b: Tensor, *more: Any) -> Tensor:
     return torch.cat(parts)
 
 
-def _mm(native: Native, a: Tensor, b: Tensor) -> Tensor:
-    return _product(a, b) if _ours(a, b) else _in_blocks(native, a, b)
-
-
-def _mm_dtype(native: Native, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return _product(a, b, dtype=out_dtype) if _ours(a, b) else _in_blocks(native, a, b, out_dtype)
+def _mm(native: Native, a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
+    return _product(a, b, None, *out_dtype) if _ours(a, b) else _in_blocks(native, a, b, *out_dtype)
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:
@@ -121,7 +117,7 @@ def _addmv(native: Native, base: Tensor, matrix: Tensor, vector: Tensor, *, beta
 
 
 _RULES: dict[str, Callable[..., Tensor]] = {
-    "mm": _mm, "mm.dtype": _mm_dtype, "addmm": _addmm, "addmm.dtype": _addmm_dtype,
+    "mm": _mm, "mm.dtype": _mm, "addmm": _addmm, "addmm.dtype": _addmm_dtype,
     "_addmm_activation": _addmm_activation, "bmm": _bmm, "baddbmm": _baddbmm, "mv": _mv, "addmv": _addmv,
 }  # fmt: skip
 # Overload with out=, and the one that computes the same.

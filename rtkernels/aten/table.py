@@ -195,12 +195,9 @@ def select(include: Any, exclude: Any) -> dict[str, Overload]:
 
 
 def schema_of(name: str) -> Any:
-    """Return the overload's schema; a name without one raises, where torch would accept it and never call it."""
+    """Return the overload's schema."""
     base, _, overload = name.partition(".")
-    try:
-        return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
-    except AttributeError:
-        raise ArgumentError(f"aten has no overload {name!r}") from None
+    return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
 
 
 def _names(name: str, rows: dict[str, Overload], argument: str) -> set[str]:
