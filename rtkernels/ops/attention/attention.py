@@ -191,7 +191,7 @@ _attention = applied(_Attention)
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse for the 9 tensors and 8 options of FORWARD, with gradients if needed."""
     if out is not None:
-        refuse_gradients("attention(out=...)", [t for t in (*tensors, out) if t is not None])
+        refuse_gradients("attention(out=...)", (*tensors, out))
         return out, OUT.call(*tensors, out, *options)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:5]):
         return _attention(*tensors, *options)

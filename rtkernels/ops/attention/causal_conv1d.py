@@ -306,7 +306,7 @@ def causal_conv1d_step(
         [batch, channels]. Not differentiable.
     """
     check_tensor("weight", weight)
-    refuse_gradients("causal_conv1d_step", [t for t in (x, weight, bias, state) if t is not None])
+    refuse_gradients("causal_conv1d_step", (x, weight, bias, state))
     return ONE.call(x, weight, bias, state, _is_silu(activation))
 
 

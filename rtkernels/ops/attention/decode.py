@@ -200,7 +200,7 @@ def attention_decode(
         None if sinks is None else sinks.float(), default_scale(scale, q), *window_sides(window, causal),
         float(check_number("softcap", softcap)),
     )  # fmt: skip
-    refuse_gradients("attention_decode", [t for t in (q, k_cache, v_cache, sinks) if t is not None])
+    refuse_gradients("attention_decode", (q, k_cache, v_cache, sinks))
     invariant = level() and page_table is not None and k_cache.dtype == q.dtype
     out, lse = _over_pages(*given) if invariant else FORWARD.call(*given)
     if single:

@@ -272,7 +272,7 @@ def gated_delta_rule_step(
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    refuse_gradients("gated_delta_rule_step", [t for t in (q, k, v, g, beta, state) if t is not None])
+    refuse_gradients("gated_delta_rule_step", (q, k, v, g, beta, state))
     decay = torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device) if g is None else g.float()
     q, k = _for_channels(q, k, v, decay)
     return ONE.call(q, k, v, decay, beta.float(), state, default_scale(scale, q), bool(l2norm))

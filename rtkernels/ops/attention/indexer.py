@@ -160,7 +160,7 @@ BEST = Operator(
 
 
 def _given(name: str, q, k, weights, key_scales, starts, ends, page_table) -> tuple[Tensor | None, ...]:
-    refuse_gradients(name, [t for t in (q, k, weights, key_scales) if t is not None])
+    refuse_gradients(name, (q, k, weights, key_scales))
     scales = None if key_scales is None else key_scales.float()
     return q, k, weights.float(), scales, starts, ends, page_table
 

@@ -62,7 +62,7 @@ def fp16_sums(acc: str, backend: str, q: Tensor, tensors: Sequence[Tensor | None
         raise ArgumentError(f"backend is {backend!r} and acc is {acc!r}; expected 'auto' or 'mma'")
     if q.dtype != torch.float16:
         raise ArgumentError(f"q has dtype {str(q.dtype).removeprefix('torch.')} and acc is {acc!r}; expected float16")
-    refuse_gradients(f"attention(acc={acc!r})", [t for t in tensors if t is not None])
+    refuse_gradients(f"attention(acc={acc!r})", tensors)
     if q.is_cuda and not gains_from_fp16(target := device_info(q.get_device()).target):
         raise ArgumentError(f"acc is {acc!r}; expected 'fp32' on {target}, whose products take as long with either")
     return acc

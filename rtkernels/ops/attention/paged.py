@@ -220,7 +220,7 @@ OUT = Operator(
 
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse for the 10 tensors and 7 options of FORWARD."""
-    refuse_gradients("attention_varlen(page_table=...)", [t for t in (*tensors, out) if t is not None])
+    refuse_gradients("attention_varlen(page_table=...)", (*tensors, out))
     if env.get("DEBUG"):
         k, seqused_k, table = tensors[1], tensors[4], tensors[5]
         check_indices("seqused_k", seqused_k, k.shape[1] * table.shape[-1] + 1, "keys of the pages")

@@ -264,7 +264,7 @@ def attention_quantized(
         [batch, queries, heads, width of v] (packed like q); with return_lse a pair of it and lse, float32 [batch,
         heads, queries] ([heads, tokens]).
     """
-    refuse_gradients("attention_quantized", [t for t in (q, k, v, scale_q, scale_k, scale_v) if t is not None])
+    refuse_gradients("attention_quantized", (q, k, v, scale_q, scale_k, scale_v))
     left, right = window_sides(window, causal)
     scale_q, scale_k = (s.view(torch.uint8) if s.dtype == _E8M0 else s for s in (scale_q, scale_k))
     if cu_seqlens_k is cu_seqlens_q and cu_seqlens_k is not None:

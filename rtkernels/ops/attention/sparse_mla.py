@@ -203,7 +203,7 @@ def sparse_mla(
     values = (q, kv, indices, positions, sinks, check_integer("value_width", value_width), default_scale(scale, q))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, kv, sinks))
     if differentiated and kv.dtype == torch.uint8:
-        refuse_gradients("sparse_mla of latents of 656 bytes", [t for t in (q, sinks) if t is not None])
+        refuse_gradients("sparse_mla of latents of 656 bytes", (q, sinks))
     if differentiated and level():
         refuse("the gradient of sparse_mla", "torch's products choose their order of sums by the number of tokens")
     result, lse = _differentiable(*values) if differentiated else FORWARD.call(*values)

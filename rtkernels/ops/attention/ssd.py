@@ -365,7 +365,7 @@ def ssd_step(
     Returns:
         [batch, heads, width of x]. Not differentiable.
     """
-    refuse_gradients("ssd_step", [t for t in (x, dt, A, B, C, D, dt_bias, state) if t is not None])
+    refuse_gradients("ssd_step", (x, dt, A, B, C, D, dt_bias, state))
     factors = (None if t is None else t.float() for t in (D, dt_bias))
     return ONE.call(x, dt.float(), A.float(), B, C, *factors, state, bool(dt_softplus), *_limits(dt_limit))
 

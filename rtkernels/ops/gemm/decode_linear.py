@@ -194,7 +194,7 @@ def decode_linear(
     Returns:
         ``[..., n]`` (gated: half of b's rows) in a's dtype. There is no gradient.
     """
-    refuse_gradients("decode_linear", [t for t in (a, b, scale_b, bias, norm_weight, add) if t is not None])
+    refuse_gradients("decode_linear", (a, b, scale_b, bias, norm_weight, add))
     numbers = (check_number(name, value) for name, value in (("eps", eps), ("offset", offset), ("factor", factor)))
     return FORWARD.call(a, b, scale_b, bias, add, norm_weight, packed, act, bool(gated), bool(constant), *numbers)
 

@@ -256,8 +256,7 @@ def linear_logprob(
         results = _LinearLogprob.apply(hidden, weight, ids, bias, temperatures, call)
     else:
         *results, _ = forward(hidden, weight, ids, bias, temperatures, call)
-    chosen = (return_entropy, return_lse, return_log_sum_sq, return_mean_logit, return_top1)
-    extra = tuple(t for t, is_wanted in zip(results[1:], chosen, strict=True) if is_wanted)
+    extra = tuple(t for t, is_wanted in zip(results[1:], returned, strict=True) if is_wanted)
     return (results[0], *extra) if extra else results[0]
 
 

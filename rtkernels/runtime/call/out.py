@@ -45,10 +45,10 @@ def with_out(function: Callable[..., Any], arguments: dict[str, Any], over: Sequ
     for i, tensor in enumerate(outs):
         if tensor is not None and not isinstance(tensor, Tensor):
             raise ArgumentError(f"{_name(outs, i)} is a {type(tensor).__name__}; expected a torch.Tensor or None")
-    refuse_gradients(f"{function.__name__} with out=", [t for _, t in tensors] + [t for t in outs if t is not None])
+    refuse_gradients(f"{function.__name__} with out=", [*(t for _, t in tensors), *outs])
     if not is_dynamo_compiling():
         if forward_ad._current_level >= 0:
-            refuse_tangents(f"{function.__name__} with out=", [t for t in outs if t is not None])
+            refuse_tangents(f"{function.__name__} with out=", outs)
         _check_overlap(outs, tensors, over)
     return _copied(function(**given), outs)
 

@@ -39,10 +39,10 @@ def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> b
         raise _not_tensors(a, b, c) from None
 
 
-def refuse_gradients(op: str, tensors: Iterable[Tensor]) -> None:
+def refuse_gradients(op: str, tensors: Iterable[Tensor | None]) -> None:
     """Raise if a tensor requires a gradient, for in-place functions that are not differentiable."""
     try:
-        refused = torch.is_grad_enabled() and [t for t in tensors if t.requires_grad]
+        refused = torch.is_grad_enabled() and [t for t in tensors if t is not None and t.requires_grad]
     except AttributeError:  # not all are tensors; the operator reports it
         return
     if refused:
