@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from textwrap import indent
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -62,10 +62,14 @@ def _checks(
     return lines, scope
 
 
+@overload
+def public(function: F) -> F: ...
+@overload
+def public(**declared: Any) -> Callable[[F], F]: ...
 def public(
-    function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
+    function: Any = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
     options: Mapping[str, Among | Within] | None = None,
-) -> F:  # fmt: skip
+) -> Any:  # fmt: skip
     """Make a function public.
 
     Args:
@@ -80,7 +84,7 @@ def public(
     """
     if function is None:
         declared = {"own_out": own_out, "over": over, "recent": recent, "tensors": tensors, "options": options}
-        return functools.partial(public, **declared)  # type: ignore[return-value]
+        return functools.partial(public, **declared)
     parameters = inspect.signature(function).parameters
     listed = []
     for name, p in parameters.items():
