@@ -63,14 +63,11 @@ def _checks(
 
 
 @overload
-def public(function: F, /) -> F: ...
+def public(function: F) -> F: ...
 @overload
+def public(**declared: Any) -> Callable[[F], F]: ...
 def public(
-    function: None = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
-    options: Mapping[str, Among | Within] | None = None,
-) -> Callable[[F], F]: ...  # fmt: skip
-def public(
-    function: F | None = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
+    function: Any = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
     options: Mapping[str, Among | Within] | None = None,
 ) -> Any:  # fmt: skip
     """Make a function public.
@@ -87,7 +84,7 @@ def public(
     """
     if function is None:
         declared = {"own_out": own_out, "over": over, "recent": recent, "tensors": tensors, "options": options}
-        return functools.partial(public, **declared)  # type: ignore[return-value]
+        return functools.partial(public, **declared)
     parameters = inspect.signature(function).parameters
     listed = []
     for name, p in parameters.items():
