@@ -162,10 +162,9 @@ class Stepping(torch.optim.Optimizer):
             lists = of_device.get(key)
             if lists is None:
                 lists = of_device[key] = tuple([] for _ in range(9))
-            mine, own = p, state
+            mine, kept = p, state
             if is_sharded(p):
-                mine, grad = local(p), _like_parameter(grad, p)
-                own = moments.of_shard(p, state, kind, self._moments)
+                mine, grad, kept = local(p), _like_parameter(grad, p), moments.of_shard(p, state, kind, self._moments)
                 master = None if master is None else local(master)
                 torch.autograd.graph.increment_version(p)  # the operator sees only the shard
             lists[0].append(mine if master is None else master)
@@ -174,9 +173,9 @@ class Stepping(torch.optim.Optimizer):
             if not key[0] or self._moments == 1:
                 lists[5].append(self._origin(p))
             for i, name in enumerate(names):
-                lists[2 + i].append(own[name])
+                lists[2 + i].append(kept[name])
                 if coded:
-                    lists[6 + i].append(own[scales[i]])
+                    lists[6 + i].append(kept[scales[i]])
             if master is not None:
                 lists[8].append(mine)
         return found
