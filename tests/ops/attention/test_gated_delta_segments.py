@@ -159,10 +159,6 @@ def test_equal_bits_twice(place: str) -> None:
         assert_equal_bits(check(tensors, None, place), check(tensors, None, place))
 
 
-def emulated_coverage() -> None:
-    test_packed_sequences(64, "sm_80")
-
-
 # ---- the choice ---------------------------------------------------------------------------------------------------
 
 
