@@ -22,7 +22,7 @@ KERNELS = (CHAIN,)
 _COLUMNS, _SLAB, _STAGES = 8, 32, 4
 
 _MAX_SEGMENTS = 64
-_LEAST_GAIN = 1.25
+_MIN_GAIN = 1.25
 # In times of a chunk: a segment of the chain, and what a first pass and a chain take beside that.
 _OF_SEGMENT, _OF_PASSES = 0.75, 6.0
 
@@ -53,7 +53,7 @@ def segment_rows(call: Call, device: int, gradients: bool) -> int:
         return -(-chunks // count) * (forward + backward) + others
 
     best = min(range(3, min(chunks, _MAX_SEGMENTS) + 1), key=time, default=0)
-    if not best or (1 + gradients) * chunks * rounds(chains * values) < _LEAST_GAIN * time(best):
+    if not best or (1 + gradients) * chunks * rounds(chains * values) < _MIN_GAIN * time(best):
         return 0
     return CHUNK_ROWS * -(-chunks // best)
 
