@@ -189,8 +189,9 @@ def gated_delta_rule(
     For each token and value head, with the state S [width of k, width of v]: ``S = exp(g) S``,
     ``u = beta (v - S^T k)``, ``S = S + k u^T``, ``out = scale * S^T q``. Computed in chunks of 64 tokens, so that the
     time is linear in the length. Few long sequences are split into segments that are computed at once, by counts and
-    lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta and initial_state, also through the final state;
-    deterministic. States and sums are in fp32; operands of products are rounded to q's dtype.
+    lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta and
+    initial_state, also through the final state; deterministic. States and sums are in fp32; operands of products
+    are rounded to q's dtype.
 
     Args:
         q: bfloat16 or float16 [batch, length, key heads, width], or [tokens, key heads, width] of packed sequences.
