@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(2 * DK)
     gated_delta_rule_chain(const float* transitions, float* states, const i32* cu, i64 segment, i64 length, i64 heads, i64 d_k,
                            i64 d_v) {
     constexpr int kColumns = 8, kSlab = 32, kStages = 4, kThreads = 2 * DK, kSlabs = DK / kSlab;
-    constexpr int kRows = REVERSE ? kSlab : DK, kLine = REVERSE ? DK : kSlab, kPitch = kLine + 4;
+    constexpr int kRows = REVERSE ? kSlab : DK, kSpan = REVERSE ? DK : kSlab, kPitch = kSpan + 4;
     extern __shared__ __align__(16) float slabs[];  // [kStages][kRows][kPitch]
     __shared__ __align__(16) float state[DK][kColumns], halves[DK][kColumns];
 
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(2 * DK)
         const float* const from = transitions + number(step) * d_k * d_k;
         const ptx::SharedAddress to = ptx::shared_address(slabs) + use % kStages * (kRows * kPitch * 4);
 #pragma unroll
-        for (int i = 0; i < kRows * kLine / 4 / kThreads; ++i) {
-            const int at = static_cast<int>(threadIdx.x) + i * kThreads, y = at / (kLine / 4), x = at % (kLine / 4) * 4;
+        for (int i = 0; i < kRows * kSpan / 4 / kThreads; ++i) {
+            const int at = static_cast<int>(threadIdx.x) + i * kThreads, y = at / (kSpan / 4), x = at % (kSpan / 4) * 4;
             const int from_row = REVERSE ? y + skipped : y, from_column = REVERSE ? x : x + skipped;
             ptx::cp_async_16_or_zero(to + (y * kPitch + x) * 4, from + from_row * d_k + from_column,
                                      from_row < d_k && from_column < d_k);

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(256, 1)
     gated_delta_rule_reverse(const T* q, const T* k, const T* after, const T* dout, const T* solve, const T* inner, const float* rows,
                              const float* skip, const float* dfinal, float* dinitial, float* starts, const i32* cu, T* dv, T* dstates,
                              T* drest, i64 segment, i64 length, i64 heads, i64 key_heads, i64 d_k, i64 d_v, i64 q_batch, i64 q_row,
-                             i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 stages, double scale) {
+                             i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 dout_batch, i64 dout_row,
+                             i64 dout_head, i64 stages, double scale) {
     using KTile = MmaTile<DK>;
     using VTile = MmaTile<VT>;
     using CTile = MmaTile<kDelta>;

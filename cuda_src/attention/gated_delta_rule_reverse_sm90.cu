@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(384, 1)
     const float by_dout = skip != nullptr ? skip[head] : 0.0f;
     dv += (((cu != nullptr ? 0 : batch * length) + own.first) * heads + head) * d_v + column0;
     TransposedState<DK> state;
-    state.load(own.ends ? dfinal : passes_on ? nullptr : starts, own.ends ? state_head : segment_head + heads, d_k, d_v, own_column, lane);
+    state.load(own.ends ? dfinal : passes_on ? nullptr : starts, own.ends ? state_head : segment_head + heads, d_k, d_v, own_column,
+               lane);
     auto finish = [&](int chunk, int at_stage) {
         __syncwarp();
         place.store<kDelta>(drest + ((own.chunk + chunk) * heads + head) * kDelta * d_v + column0, d_v, kDelta, columns,

@@ -91,8 +91,8 @@ struct DeltaSegment : DeltaRows {
 RTK_DEVICE DeltaSegment delta_segment(int number, int numbers, i64 segment, i64 length, const i32* cu) {
     if (segment == 0) return {delta_rows(number, length, cu), true, true};
     const i64 each = (length + segment - 1) / segment;
-    const int sequence =
-        cu != nullptr ? delta_sequence(number, segment, cu, numbers - static_cast<int>(length / segment)) : static_cast<int>(number / each);
+    const int sequence = cu != nullptr ? delta_sequence(number, segment, cu, numbers - static_cast<int>(length / segment))
+                                       : static_cast<int>(number / each);
     if (sequence < 0) return {{0, 0, 0, 0}, false, false};
     DeltaRows own = delta_rows(sequence, length, cu);
     const i64 part = number - (cu != nullptr ? own.first / segment + sequence : sequence * each), skipped = part * segment;

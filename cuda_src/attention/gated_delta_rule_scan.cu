@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(256, 1)
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const i64 state_head = batch * heads + head, segment_head = static_cast<i64>(blockIdx.z) * heads + head;
-    const int skipped = of_transition ? (static_cast<int>(d_v) + VT - 1) / VT * VT : 0, width = static_cast<int>(of_transition ? d_k : d_v);
+    const int skipped = of_transition ? (static_cast<int>(d_v) + VT - 1) / VT * VT : 0;
+    const int width = static_cast<int>(of_transition ? d_k : d_v);
     ScannedState<T, VTile, DK> state(d_k, width, column0 - skipped, min(width - column0 + skipped, VT), warp, lane);
     if (of_transition) state.load_identity();
     else state.load(own.begins ? initial : passes_on ? nullptr : ends, own.begins ? state_head : segment_head - heads);

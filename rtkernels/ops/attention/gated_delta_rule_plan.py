@@ -217,7 +217,7 @@ def is_first_pass(names: dict[str, str]) -> bool:
 
 
 def scan_arguments(call: Call, names: dict[str, str], q: Meta, k: Meta, v: Meta, stages: int) -> tuple:
-    """Return a scan's arguments from `initial` on. `names`: those of initial, final, ends, out, states, updates."""
+    """Return a scan's arguments from `initial` on. `names`: initial, final, ends, out, states, updates, if wanted."""
     given = (names.get(name, 0) for name in ("initial", "final", "ends"))
     results = (names.get(name, 0) for name in ("out", "states", "updates"))
     return *given, call.cu, *results, *sizes(call), *flat_strides(q, k, v), stages, call.scale

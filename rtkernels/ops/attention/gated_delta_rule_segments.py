@@ -1,4 +1,4 @@
-"""The gated delta rule for few long sequences: segments that are scanned at once (gated_delta_rule_rows.cuh)."""
+"""The gated delta rule for few long sequences: segments scanned at once (gated_delta_rule_rows.cuh says how)."""
 
 from __future__ import annotations
 

@@ -247,8 +247,9 @@ def test_states_carry_on(place: str) -> None:
 
 def emulated_coverage() -> None:
     """Run every kernel of the op in the emulator; test_registry.py checks that it does."""
-    from ops.attention import test_kda
+    from ops.attention import test_gated_delta_segments, test_kda
 
+    test_gated_delta_segments.test_packed_sequences(64, "sm_90")
     test_packed_sequences("sm_80")
     test_packed_sequences("sm_90")
     test_steps_are_the_whole("sm_90")
