@@ -2,7 +2,9 @@
 
 Accepted results are in ``bench/results/e2e/<gpu>.json``: by what was run, whole result files. A new result replaces
 that of the same command, model, number of layers and state of the cache. Several files of the same command are parts of
-one run: their arms become one result, and so do the rows of ``e2e infer --rows``. What failed is left out.
+one run: their arms become one result. What failed is left out. Rows of ``e2e infer --rows`` replace those of the same
+model, arm, prompt and batch; each has its date and commit. A row whose calls and replays differ by more than 15 % was
+measured beside other work and is not taken.
 """
 
 from __future__ import annotations
@@ -26,6 +28,21 @@ def name_of(result: dict[str, Any]) -> str:
     more = [result["step"]] if "step" in result else []
     more += [f"{result['layers']} layers"] if result.get("layers") else []
     return ", ".join([f"{result['kind']} {result['model']}", *more, *(["cold"] if result.get("cold") else [])])
+
+
+def _is_disturbed(row: dict[str, Any]) -> bool:
+    return "replay_ms" in row and abs(row["ms_per_token"] - row["replay_ms"]) > 0.15 * row["replay_ms"]
+
+
+def _rows(result: dict[str, Any], path: Path, before: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the rows of ``e2e infer --rows`` beside those that were accepted before; None if none is taken."""
+    refused = [name for name, row in result["rows"].items() if "failed" in row or _is_disturbed(row)]
+    if refused:
+        print(f"bench e2e record: {path}: failed or disturbed: {', '.join(refused)}", file=sys.stderr)
+    run = result["environment"]
+    origin = {"date": run["date"][:10], "commit": run.get("commit")}
+    taken = {name: row | origin for name, row in result["rows"].items() if name not in refused}
+    return {**result, "rows": dict(sorted((before.get("rows", {}) | taken).items()))} if taken else None
 
 
 def _source(result: dict[str, Any]) -> str | None:
@@ -55,21 +72,25 @@ def main(argv: list[str] | None = None) -> int:
     new: dict[str, Any] = {}
     for path in args.files:
         result = json.loads(path.read_text())
-        parts = "rows" if result["kind"] == ROWS else "arms"
-        failed = [arm for arm, record in result[parts].items() if "failed" in record]
+        name = name_of(result)
+        if result["kind"] == ROWS:
+            rows = _rows(result, path, new.get(name, results.get(name, {})))
+            if rows is None:
+                return 2
+            new[name] = rows
+            continue
+        failed = [arm for arm, record in result["arms"].items() if "failed" in record]
         if failed:
             print(f"bench e2e record: {path} is not taken as a whole: {', '.join(failed)} failed", file=sys.stderr)
-        if len(failed) == len(result[parts]):
+        if len(failed) == len(result["arms"]):
             return 2
-        taken = {arm: record for arm, record in result[parts].items() if arm not in failed}
-        name = name_of(result)
+        arms = {arm: record for arm, record in result["arms"].items() if arm not in failed}
         if name in new and _source(new[name]) != _source(result):
             sources = f"measured of source {_source(result)}; expected {_source(new[name])}"
             print(f"bench e2e record: {path}: {sources}, that of the other parts of {name!r}", file=sys.stderr)
             return 2
-        new[name] = {**result, parts: {**new.get(name, {}).get(parts, {}), **taken}}
-        if parts == "arms":
-            new[name]["gates"] = _gates(new[name])
+        new[name] = {**result, "arms": {**new.get(name, {}).get("arms", {}), **arms}}
+        new[name]["gates"] = _gates(new[name])
     results |= new
     args.to.write_text(json.dumps({"schema": 2, "results": dict(sorted(results.items()))}, indent=1) + "\n")
     return 0

@@ -27,7 +27,7 @@ _MODELS = (
 _TOKENS = (
     ("a token of `generate()`, batch 1, dense model of 0.89 B", ("qwen3_09b", 128, 1), "generate"),
     ("a token of `generate()`, batch 1, six Llama layers of 2048", ("llama", 128, 1), "generate"),
-    ("a token each of `generate()`, batch 32, dense model of 0.89 B", ("qwen3_09b", 128, 32), "generate"),
+    ("32 tokens of `generate()`, batch 32, eight layers of Qwen3 8 B", ("qwen3_8b_8", 128, 32), "generate"),
 )
 _POLICIES = (
     ("robot policy of pi0.5's shape, one CUDA graph", "rtkernels bf16"),
@@ -96,7 +96,7 @@ def _tokens(e2e: dict[str, Any]) -> list[list[str]]:
             [f"transformers with torch.compile {peer['ms_per_token']:.2f} ms", f"{peer['ms_per_token'] / ms:.2f} x"]
             if peer else ["-", "-"]
         )  # fmt: skip
-        body.append(["model", f"{what}: {speed}", f"{ms:.2f} ms", *other, generated["environment"]["date"][:10]])
+        body.append(["model", f"{what}: {speed}", f"{ms:.2f} ms", *other, row["date"]])
     return body
 
 

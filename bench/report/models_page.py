@@ -103,35 +103,37 @@ def steps_of(generated: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, 
 
 
 def token_ms(row: dict[str, Any]) -> float:
-    """Return the milliseconds of a token, the difference of two calls; at least those of a replay, which is exact."""
-    return max(row["ms_per_token"], row.get("replay_ms", 0.0))
+    """Return the milliseconds of a token; of a replay where calls were not measured."""
+    return row.get("ms_per_token", row.get("replay_ms"))
 
 
 def _generate(generated: dict[str, Any]) -> list[str]:
-    def cells(batch: int, row: dict[str, Any] | None) -> list[str]:
+    newest = max(row["date"] for row in generated["rows"].values())
+
+    def cell(batch: int, row: dict[str, Any] | None) -> str:
         if row is None:
-            return ["-", "-", "-"]
+            return "-"
         ms, replay = token_ms(row), row.get("replay_ms")
-        device = f"{replay:.3f}" if replay else "no graph"
-        return [f"{ms:.3f} ({device})", f"{1000 * batch / ms:.0f}", f"{100 * row['floor_ms'] / ms:.0f} %"]
+        device = ", no graph" if replay is None else f" ({replay:.3f})" if "ms_per_token" in row else " (replay)"
+        older = "" if row["date"] == newest else f", {row['date']}"
+        return f"{ms:.3f}{device}, {1000 * batch / ms:.0f}, {100 * row['floor_ms'] / ms:.0f} %{older}"
 
     body = [
-        [_GENERATED[model], f"{prompt}", f"{batch}", *cells(batch, arms.get("generate")),
-         *cells(batch, arms.get("generate_fp8")), _compiled(arms)]
+        [_GENERATED[model], f"{prompt}", f"{batch}",
+         *(cell(batch, arms.get(f"generate{weights}")) for weights in ("", "_fp8", "_int4", "_nvfp4")), _compiled(arms)]
         for (model, prompt, batch), arms in steps_of(generated).items()
     ]  # fmt: skip
-    one = ["ms (replay)", "tokens/s", "of memory speed"]
     return [
         "## generate()",
         "",
-        "Time per token of `generate()` of a patched model, prompt excluded; in brackets device time of a replay of",
-        "the step's CUDA graph. Of memory speed: the time in which a copy moves the bytes that a token must read, as a",
-        "part of it. fp8: `serve_fp8(model, head=True)`. The last column is transformers in bf16 with a static cache",
-        'and `torch.compile(mode="reduce-overhead")`, and its time over ours in bf16. `bench e2e infer --rows`.',
+        "Milliseconds per token of `generate()` of a patched model, prompt excluded, in brackets of a replay of the",
+        "step's CUDA graph; tokens per second of all sequences; and the time in which a copy moves the bytes that a",
+        "token must read, as a part of it. The other weights are those of `serve(model, weights=\"fp8\", head=True)`,",
+        '"int4" and "nvfp4". The last column is transformers in bf16 with a static cache and',
+        '`torch.compile(mode="reduce-overhead")`, and its time over ours in bf16. Measured by',
+        "`bench e2e infer --rows`; cells with a date are of an earlier run.",
         "",
-        *report.table(
-            ["", "prompt", "batch", *one, *(f"fp8: {title}" for title in one), "transformers, compiled: ms"], body
-        ),
+        *report.table(["", "prompt", "batch", "bf16", "fp8", "int4", "NVFP4", "transformers, compiled"], body),
         "",
         _source(generated),
         "",

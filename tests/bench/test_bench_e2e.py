@@ -218,27 +218,32 @@ def test_a_file_of_other_sources_is_not_continued(tmp_path: Path, capsys: pytest
 
 
 def test_rows_of_generate_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of one source become one table; a row that failed is left out; times below a replay are not shown."""
+    """Rows replace older ones one by one; those that failed, or were measured beside other work, do not."""
     from bench.report import headline, models_page
 
-    row = {"ms_per_token": 1.0, "bytes": 10, "floor_ms": 0.5, "tokens_per_s": 1000, "efficiency": 0.5, "note": ""}
+    def row(ms: float, replay: float | None = None) -> dict[str, Any]:
+        return {"ms_per_token": ms, "floor_ms": 0.5} | ({} if replay is None else {"replay_ms": replay})
+
     parts = (
-        {"qwen3_09b generate 128 1": {**row, "replay_ms": 1.25}, "qwen3_09b generate_fp8 128 1": {"failed": "x"}},
-        {"qwen3_09b hf_compile 128 1": {**row, "ms_per_token": 2.5}},
-    )
-    run = {"gpu": "NVIDIA H200", "torch": "2.11.0", "peers": {}, "date": "2026-11-19T00", "source": "s"}
-    files = [tmp_path / f"{i}.json" for i in range(2)]
-    for file, rows in zip(files, parts, strict=True):
-        file.write_text(json.dumps({"kind": "decode_rows", "rows": rows, "environment": run}))
+        ("2026-11-18", {"qwen3_09b generate 128 1": row(2.0, 2.0), "qwen3_09b generate_fp8 128 1": row(1.6, 1.6)}),
+        ("2026-11-19", {
+            "qwen3_09b generate 128 1": row(1.25, 1.2), "qwen3_09b generate_fp8 128 1": row(0.5, 1.0),
+            "qwen3_09b generate_int4 128 1": {"failed": "x"}, "qwen3_09b hf_compile 128 1": row(2.5),
+        }),
+    )  # fmt: skip
     to = tmp_path / "kept.json"
-    assert recording.main([*map(str, files), "--to", str(to)]) == 0
-    assert "generate_fp8 128 1 failed" in capsys.readouterr().err
+    for date, rows in parts:
+        run = {"gpu": "NVIDIA H200", "torch": "2.11.0", "peers": {}, "date": f"{date}T00", "commit": "c"}
+        file = tmp_path / f"{date}.json"
+        file.write_text(json.dumps({"kind": "decode_rows", "rows": rows, "environment": run}))
+        assert recording.main([str(file), "--to", str(to)]) == 0
+    assert "disturbed: qwen3_09b generate_fp8 128 1, qwen3_09b generate_int4 128 1" in capsys.readouterr().err
     e2e = json.loads(to.read_text())
-    assert list(e2e["results"]["generate"]["rows"]) == ["qwen3_09b generate 128 1", "qwen3_09b hf_compile 128 1"]
     (line,) = headline._tokens(e2e)
-    assert "800 tokens/s, 40 % of memory speed" in line[1] and line[2] == "1.25 ms" and line[4] == "2.00 x"
+    assert "800 tokens/s, 40 % of memory speed" in line[1]
+    assert (line[2], *line[4:]) == ("1.25 ms", "2.00 x", "2026-11-19")
     page = "\n".join(models_page._generate(e2e["results"]["generate"]))
-    assert "| 1.250 (1.250) | 800 | 40 % | - | - | - | 2.500 (2.00 x) |" in page
+    assert "| 1.250 (1.200), 800, 40 % | 1.600 (1.600), 625, 31 %, 2026-11-18 | - | - | 2.500 (2.00 x) |" in page
 
 
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

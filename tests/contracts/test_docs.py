@@ -128,7 +128,7 @@ def test_times_of_models_are_those_measured(page: Path) -> None:
     for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
         if re.search(r"measured \d{4}-\d\d-\d\d\]\([./]*measured_models\.md", paragraph):
             for number in re.findall(r"([\d.]+) ms", paragraph):
-                assert f"| {number} |" in measured, number
+                assert re.search(rf"\| {re.escape(number)} [(|]", measured), number
 
 
 def test_layers_on_pages_are_those_recorded() -> None:

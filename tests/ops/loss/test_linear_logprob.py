@@ -338,6 +338,7 @@ def test_graph_capture_and_replay(save: str) -> None:
         return logprob.detach(), *torch.autograd.grad(logprob.sum(), leaves)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which writes the ids
     with torch.cuda.stream(side):
         both()
     torch.cuda.synchronize()
