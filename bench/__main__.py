@@ -104,6 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     if missing := peers.not_installed(args.peers):
         print(f"bench run: not installed: {', '.join(missing)}; leave them out of --peers, or --peers", file=sys.stderr)
         return 2
+    from bench.e2e import processes
     from bench.measure import host, run, warm
     from bench.measure.timing import CudaDevice, Timer
     from bench.rows import all_rows
@@ -136,15 +137,16 @@ def _run(args: argparse.Namespace) -> int:
     if jobs:
         warm.all_parts(warm.options(args), jobs, min(300.0, args.seconds / 2))
     timer, bar = Timer(CudaDevice(), iterations=args.samples or (30 if args.quick else 100)), Bar(0, "rows")
-    result = run.run(
-        rows,
-        run.Bench(timer, "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar),
-        pool=pool,
-        path=path,
-        host=(lambda: host.measure(args.quick)) if with_host else None,
-        earlier=earlier,
-        ends=started + args.seconds,
-    )
+    with processes.alone():  # among commands that share a lock: others compile meanwhile
+        result = run.run(
+            rows,
+            run.Bench(timer, "cuda", args.peers, log=partial(bar.tell, stream=sys.stdout), bar=bar),
+            pool=pool,
+            path=path,
+            host=(lambda: host.measure(args.quick)) if with_host else None,
+            earlier=earlier,
+            ends=started + args.seconds,
+        )
     print(report.markdown(result))
     print(f"written: {path}")
     if args.record:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 FLUSH_BYTES = 256 << 20
 MAX_RETRIES = 8
+ENOUGH = 3  # samples of a call that takes seconds
 
 Call = Callable[[], Any]
 
@@ -107,6 +108,7 @@ class Timer:
         iterations: Samples per measurement.
         batch: Iterations queued at once; 10 keeps even calls of 80 kernels under the launch queue's depth.
         warm_us: Time spent calling before the first sample, so that clocks and caches are as under load.
+        patience_us: Time after which a measurement is content with three samples, as of a peer that takes seconds.
     """
 
     def __init__(
@@ -116,11 +118,13 @@ class Timer:
         batch: int = 10,
         warm_us: float = 20_000.0,
         clock: Callable[[], float] = time.perf_counter,
+        patience_us: float = 3_000_000.0,
     ) -> None:
         self.device = device
         self.iterations = iterations
         self.batch = batch
         self.warm_us = warm_us
+        self.patience_us = patience_us
         self._clock = clock
 
     def measure(self, calls: Sequence[Call], iterations: int | None = None) -> Timing:
@@ -134,18 +138,19 @@ class Timer:
             TimingError: The host never got ahead, as with a call that synchronises.
         """
         wanted = iterations or self.iterations
+        ends = self._ends()
         host_us = self._warm(calls)
-        batch = self.batch
+        batch = self.batch if self._clock() < ends else 1
         spin_us = 500.0 + 2.0 * batch * host_us
         samples: list[float] = []
         retries = 0
-        while len(samples) < wanted:
+        while len(samples) < wanted and not (len(samples) >= ENOUGH and self._clock() > ends):
             got = self._batch(calls, len(samples), min(batch, wanted - len(samples)), spin_us)
             if got is not None:
                 samples += got
                 continue
             retries += 1
-            if retries > MAX_RETRIES:
+            if retries > MAX_RETRIES or self._clock() > ends:
                 raise TimingError("the host cannot queue this call ahead of the device; does it synchronise?")
             batch = max(1, batch // 2)
             spin_us = min(2.0 * spin_us, 200_000.0)
@@ -157,22 +162,31 @@ class Timer:
         For peers only: next to calls of many hundred µs the gaps are small, but they do count against the peer.
         """
         wanted = iterations or min(self.iterations, 30)
+        ends = self._ends()
         self._warm(calls)
-        samples = []
+        samples: list[float] = []
         for i in range(wanted):
+            if len(samples) >= ENOUGH and self._clock() > ends:
+                break
             start, end = self._queue(calls[i % len(calls)])
             self.device.sync()
             samples.append(self.device.elapsed_us(start, end))
         return Timing(tuple(samples))
 
+    def _ends(self) -> float:
+        return self._clock() + self.patience_us / 1e6
+
     def _warm(self, calls: Sequence[Call]) -> float:
         """Call until ``warm_us`` have passed; return the host's µs per iteration."""
+        ends = self._ends()
         for call in calls:
             call()
         self.device.sync()
         start = self._clock()
-        host = []
-        while (self._clock() - start) * 1e6 < self.warm_us or len(host) < 3:
+        host: list[float] = []
+        while (self._clock() - start) * 1e6 < self.warm_us or len(host) < ENOUGH:
+            if host and self._clock() > ends:
+                break
             before = self._clock()
             self._queue(calls[len(host) % len(calls)])
             host.append((self._clock() - before) * 1e6)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from bench.e2e import processes
 from bench.measure.run import Bench, DeviceLost, _release, forward_of
 from bench.rows.row import Row
 
@@ -45,7 +46,8 @@ def part(rows: list[Row], which: str, bench: Bench, pool: list[Row], seconds: fl
         if time.monotonic() > ends:
             break
         try:
-            bench.warm(row, forward_of(row, pool))
+            with processes.sharing():
+                bench.warm(row, forward_of(row, pool))
         except DeviceLost:
             return 1
         except Exception as error:  # of the inputs; the measurement tells it

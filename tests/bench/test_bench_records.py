@@ -44,9 +44,7 @@ WITHOUT_RECORD = {
     "delta_gates_fwd 1x8192x32x128",
     "gated_delta_rule_fwd 1x8192 16/32 heads of 128, raw gates",
     "gated_delta_rule_step 128 sequences, 16/32 heads of 128, raw gates",
-    "gated_delta_rule_bwd 1x32768 16/64 heads of 128",
     "gated_delta_rule_bwd 1x32768 2/8 heads of 128",
-    "gated_delta_rule_bwd 8x4096 16/32 heads of 128",
     "gated_delta_rule_fwd 1x32768 2/8 heads of 128",
     "gated_delta_rule_step 128 sequences, 16/32 heads of 128",
     *(

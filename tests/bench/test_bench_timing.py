@@ -108,6 +108,26 @@ def test_timer_takes_a_call_that_synchronises_one_by_one() -> None:
     assert timing.us == pytest.approx(205.0)
 
 
+@pytest.mark.parametrize("synchronises", [False, True])
+def test_timer_takes_little_time_for_a_call_of_seconds(synchronises: bool) -> None:
+    device, calls = SimulatedDevice(), []
+
+    def call() -> None:
+        calls.append(device.launch(700_000.0))
+        if synchronises:
+            device.sync()
+
+    timer = timer_on(device)
+    if synchronises:
+        with pytest.raises(TimingError):
+            timer.measure([call] * 3)
+        assert len(calls) <= 6
+        calls.clear()
+    timing = (timer.measure_waiting if synchronises else timer.measure)([call] * 3)
+    assert len(timing.samples) < 30 and len(calls) < 20
+    assert len(timing.samples) >= 3 and timing.us == pytest.approx(700_000.0, rel=1e-3)
+
+
 def test_quantiles() -> None:
     timing = Timing((4.0, 1.0, 3.0, 2.0, 5.0)) + Timing((6.0,))
     assert (timing.us, timing.p20, timing.p80) == pytest.approx((3.5, 2.0, 5.0))
