@@ -51,6 +51,13 @@ def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int], why: str
         raise ArgumentError(f"{name} has shape {tuple(shape)}; expected {tuple(wanted)}{why and f', {why}'}")
 
 
+def refuse_shape(name: str, shape: Sequence[int], wanted: str) -> None:
+    """Raise an ArgumentError that names an argument, its shape and what was expected; by default, any dimensions."""
+    if not wanted:
+        check_dimensions(name, shape)
+    raise ArgumentError(f"{name} has shape {tuple(shape)}; expected {wanted}")
+
+
 def check_same(name: str, got: Any, wanted: Any, what: str, of: str = "x") -> None:
     """Raise an ArgumentError unless an argument has the dtype, shape or device index of another one."""
     if got != wanted:

@@ -1,7 +1,7 @@
 """Lines of ``rtkernels/runtime`` and ``rtkernels/aten``, and of the preambles of public functions.
 
-``python -m tests.support.count_lines [TREE ...]`` counts one tree (default: this one); of two trees it prints both and the difference.
-``--files`` and ``--functions`` list files and functions, too.
+``python -m tests.support.count_lines [TREE ...]`` counts one tree (default: this one); of two trees it prints both and
+the difference. ``--files`` and ``--functions`` list files and functions, too.
 
 Lines of a file are all its lines, comments and blank ones included. Files that exist for something the tree before the
 redesign lacked are grouped by feature (``FEATURES``).
@@ -16,8 +16,8 @@ The preamble of a public function is what comes before its work. It is counted a
 * Public functions are those of ``OPS`` in ``rtkernels/_public.py``. Those that call no operator have no preamble.
   Two trees are compared over the functions that have a preamble in both.
 
-A check that moves to a helper of the same family leaves the preamble but not the tree, so the lines of ``rtkernels/ops`` are
-printed as well.
+A check that moves to a helper of the same family leaves the preamble but not the tree, so the lines of
+``rtkernels/ops`` are printed as well.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from rtkernels.ops.act.combine import COMBINE
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_dimensions
+from rtkernels.runtime.checks import FLOAT_DTYPES
 from rtkernels.runtime.launch.memory import new_tensor
-from rtkernels.runtime.layout import token
-from rtkernels.runtime.operator.arguments import Among
+from rtkernels.runtime.operator.arguments import Among, Matching
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
@@ -18,7 +17,13 @@ GRANULARITIES = ("row", "tensor")
 FLOOR = 1e-30  # of scales, as for fp8
 
 
-@public(options={"granularity": Among(GRANULARITIES, f"one of {', '.join(map(repr, GRANULARITIES))}")})
+_OPTIONS = {
+    "x": Matching(FLOAT_DTYPES, "x.dim()"),
+    "granularity": Among(GRANULARITIES, f"one of {', '.join(map(repr, GRANULARITIES))}"),
+}
+
+
+@public(options=_OPTIONS)
 def quantize_int8(
     x: Tensor, *, granularity: str = "row", out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -42,8 +47,6 @@ def quantize_int8(
         ``(q, scale)``, both contiguous: int8 codes of x's shape, and float32 scales of x's shape without the last
         dimension, or ``[]`` for granularity "tensor".
     """
-    token("x", x.dtype)
-    check_dimensions("x", x.shape)
     (x,) = detached(x)
     q = new_tensor(tuple(x.shape), torch.int8, x)
     shape = tuple(x.shape[:-1]) if granularity == "row" else ()

@@ -17,7 +17,6 @@ from rtkernels.runtime import env
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -202,7 +201,7 @@ APPEND = Operator(
 )  # fmt: skip
 
 
-@public
+@public(no_gradients="k v k_cache v_cache")
 def append_kv_cache(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor | None = None, *,
     page_table: Tensor | None = None, slots: Tensor | None = None, positions: Tensor | None = None,
@@ -236,7 +235,6 @@ def append_kv_cache(
     Returns:
         None.
     """
-    refuse_gradients("append_kv_cache", (k, v, k_cache, v_cache))
     if k.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
         slots, positions = (_column(t) for t in (slots, positions))

@@ -10,9 +10,9 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.causal_conv1d_plan import KERNELS, WIDTHS, plan, plan_backward, plan_step
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_same, check_tensor, token
+from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.layout import FLOAT_DTYPES, nothing
-from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, InPlaceExact, Meta, Operator, UnitStride
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -286,7 +286,7 @@ ONE = Operator(
 )  # fmt: skip
 
 
-@public
+@public(tensors="weight", no_gradients="x weight bias state")
 def causal_conv1d_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None = "silu",
     out: Tensor | None = None,
@@ -305,8 +305,6 @@ def causal_conv1d_step(
     Returns:
         [batch, channels]. Not differentiable.
     """
-    check_tensor("weight", weight)
-    refuse_gradients("causal_conv1d_step", (x, weight, bias, state))
     return ONE.call(x, weight, bias, state, _is_silu(activation))
 
 

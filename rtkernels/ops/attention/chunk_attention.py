@@ -14,7 +14,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
@@ -126,7 +126,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-@public
+@public(options={"prefix": Within("int")})
 def chunk_attention(
     qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rope: tuple[Tensor, Tensor], *, prefix: int,
     scale: float | None = None, constant: bool = False, out: Tensor | None = None,
@@ -155,7 +155,6 @@ def chunk_attention(
     if not isinstance(rope, tuple | list) or len(rope) != 2:
         raise ArgumentError(f"rope is a {type(rope).__name__}; expected (cos, sin), two tensors")
     refuse_gradients("chunk_attention", (qkv, k_cache, v_cache, *rope))
-    prefix = check_integer("prefix", prefix)
     batched = qkv.dim() != 2
     if not batched:
         qkv, k_cache, v_cache = qkv[None], k_cache[None], v_cache[None]

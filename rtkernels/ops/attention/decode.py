@@ -28,7 +28,6 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import check_number
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -153,7 +152,7 @@ def _over_pages(q, k_cache, v_cache, lengths, page_table, k_scale, v_scale, sink
     return out.unflatten(0, (batch, lq)), lse.view(heads, batch, lq).transpose(0, 1).contiguous()
 
 
-@public
+@public(no_gradients="q k_cache v_cache sinks")
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None,
     scale: float | None = None, causal: bool = True, window: int | tuple[int | None, int | None] | None = None,
@@ -200,7 +199,6 @@ def attention_decode(
         None if sinks is None else sinks.float(), default_scale(scale, q), *window_sides(window, causal),
         float(check_number("softcap", softcap)),
     )  # fmt: skip
-    refuse_gradients("attention_decode", (q, k_cache, v_cache, sinks))
     invariant = level() and page_table is not None and k_cache.dtype == q.dtype
     out, lse = _over_pages(*given) if invariant else FORWARD.call(*given)
     if single:

@@ -17,7 +17,7 @@ from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import check_same
-from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, InPlaceVectors, Meta, Operator
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import Memory, Steps
@@ -286,7 +286,7 @@ ONE = Operator(
 )  # fmt: skip
 
 
-@public(tensors="v beta")
+@public(tensors="v beta", no_gradients="q k v g beta state A_log dt_bias")
 def gated_delta_rule_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, *, scale: float | None = None,
     l2norm: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
@@ -317,8 +317,6 @@ def gated_delta_rule_step(
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    tensors = (q, k, v, g, beta, state, A_log, dt_bias)
-    refuse_gradients("gated_delta_rule_step", [t for t in tensors if t is not None])
     bound, factor = _gate_options(q, v, g, A_log, dt_bias, lower_bound, beta_scale)
     given = {"g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     g, beta, A_log, dt_bias = (delta_gates.loadable(name, t) for name, t in given.items())

@@ -10,8 +10,7 @@ from rtkernels.ops.attention.checks import Heads, check_width
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, GRID_LIMIT, check_same
-from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.declared import Aligned, Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -159,13 +158,12 @@ BEST = Operator(
 )  # fmt: skip
 
 
-def _given(name: str, q, k, weights, key_scales, starts, ends, page_table) -> tuple[Tensor | None, ...]:
-    refuse_gradients(name, (q, k, weights, key_scales))
+def _given(q, k, weights, key_scales, starts, ends, page_table) -> tuple[Tensor | None, ...]:
     scales = None if key_scales is None else key_scales.float()
     return q, k, weights.float(), scales, starts, ends, page_table
 
 
-@public
+@public(no_gradients="q k weights key_scales")
 def indexer_logits(
     q: Tensor, k: Tensor, weights: Tensor, *, key_scales: Tensor | None = None, starts: Tensor | None = None,
     ends: Tensor | None = None, page_table: Tensor | None = None, out: Tensor | None = None,
@@ -190,10 +188,10 @@ def indexer_logits(
     Returns:
         float32 [tokens, keys] or [tokens, pages of a token * page size].
     """
-    return FORWARD.call(*_given("indexer_logits", q, k, weights, key_scales, starts, ends, page_table))
+    return FORWARD.call(*_given(q, k, weights, key_scales, starts, ends, page_table))
 
 
-@public
+@public(options={"count": Within("int", "count >= 0", "at least 0")}, no_gradients="q k weights key_scales")
 def indexer_topk(
     q: Tensor, k: Tensor, weights: Tensor, count: int, *, key_scales: Tensor | None = None,
     starts: Tensor | None = None, ends: Tensor | None = None, page_table: Tensor | None = None,
@@ -218,10 +216,7 @@ def indexer_topk(
     Returns:
         int32 [tokens, count]: indices in ascending order, -1 after the last.
     """
-    count = check_integer("count", count)
-    if count < 0:
-        raise ArgumentError(f"count is {count}; expected at least 0")
-    return BEST.call(*_given("indexer_topk", q, k, weights, key_scales, starts, ends, page_table), count)
+    return BEST.call(*_given(q, k, weights, key_scales, starts, ends, page_table), count)
 
 
 OP = Op("indexer", public=("indexer_logits", "indexer_topk"), kernels=(LOGITS, SELECT), torch_ops=(FORWARD, BEST))

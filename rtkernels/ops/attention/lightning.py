@@ -28,9 +28,8 @@ from rtkernels.ops.attention.lightning_plan import (
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.ops.attention.problem import Strides
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_tensor
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
-from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -338,7 +337,7 @@ ONE = Operator(
 )  # fmt: skip
 
 
-@public
+@public(tensors="decay", no_gradients="q k v decay state")
 def lightning_attention_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor, *, scale: float | None = None,
     out: Tensor | None = None,
@@ -358,8 +357,6 @@ def lightning_attention_step(
     Returns:
         [batch, heads, width of v]. Not differentiable.
     """
-    check_tensor("decay", decay)
-    refuse_gradients("lightning_attention_step", [q, k, v, decay, state])
     return ONE.call(q, k, v, decay.float(), state, default_scale(scale, q))
 
 

@@ -28,7 +28,6 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same, divisor
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Boxes, Memory, Step, Steps, box_strides
 from rtkernels.runtime.operator.registry import Op
@@ -175,7 +174,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-@public
+@public(no_gradients="q kv_cache")
 def mla_decode(
     q: Tensor, kv_cache: Tensor, seqlens: Tensor, *, page_table: Tensor | None = None, value_width: int = 512,
     scale: float | None = None, causal: bool = True, return_lse: bool = False,
@@ -218,7 +217,6 @@ def mla_decode(
         q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, check_integer("value_width", value_width),
         bool(causal), default_scale(scale, q),
     )  # fmt: skip
-    refuse_gradients("mla_decode", [q, kv_cache])
     out, lse = FORWARD.call(*given)
     if single:
         out, lse = out.squeeze(1), lse.squeeze(2)

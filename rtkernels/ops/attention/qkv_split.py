@@ -17,7 +17,7 @@ from rtkernels.ops.shared.row_quant import memory_for
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, check_same, group_threads, row_count, row_stride, token
-from rtkernels.runtime.operator.arguments import Among, Within, check_integer
+from rtkernels.runtime.operator.arguments import Among, Matching, Within, check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_outputs
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, InPlaceExact, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
@@ -229,12 +229,12 @@ def _forward(qkv, q_norm, k_norm, cos, sin, pos, options, out, k_cache=None, v_c
 
 
 _OPTIONS = {
-    "num_heads": Within("int"), "num_kv_heads": Within("int"), "eps": Within("float"),
+    "qkv": Matching(FLOAT_DTYPES), "num_heads": Within("int"), "num_kv_heads": Within("int"), "eps": Within("float"),
     "style": Among(("half", "interleaved"), "'half' or 'interleaved'"),
 }  # fmt: skip
 
 
-@public(own_out=True, tensors="qkv", options=_OPTIONS)
+@public(own_out=True, options=_OPTIONS)
 def qkv_split(
     qkv: Tensor, num_heads: int, num_kv_heads: int, *, rope: tuple[Tensor, Tensor] | None = None, style: str = "half",
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, k_cache: Tensor | None = None,
@@ -268,7 +268,6 @@ def qkv_split(
     Returns:
         ``(q, k, v)``: ``[..., heads, head_dim]``, contiguous; with caches ``(q, k_cache, v_cache)``.
     """
-    token("qkv", qkv.dtype)
     heads = num_heads + 2 * num_kv_heads
     if num_heads < 1 or num_kv_heads < 1:
         raise ArgumentError(f"num_heads and num_kv_heads are {num_heads} and {num_kv_heads}; expected 1 or more")

@@ -13,7 +13,6 @@ from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import Among
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -117,7 +116,7 @@ QUANTIZE_V = Operator(
 )  # fmt: skip
 
 
-@public(options={"granularity": GRANULARITY})
+@public(options={"granularity": GRANULARITY}, no_gradients="q k")
 def quantize_qk(
     q: Tensor, k: Tensor, *, dtype: torch.dtype = torch.int8, granularity: str = "token", smooth_k: bool = True,
     scale: float | None = None,
@@ -143,12 +142,11 @@ def quantize_qk(
         of smooth_k, float32 [batch, heads, queries]: add it to the lse of the codes to get the lse of q and k.
     """
     _check_code_dtype(dtype)
-    refuse_gradients("quantize_qk", [q, k])
     options = (dtype == CODES[1], granularity == "block", bool(smooth_k), default_scale(scale, q))
     return QUANTIZE_QK.call(q, k, *options)
 
 
-@public
+@public(no_gradients="v")
 def quantize_v(
     v: Tensor, *, dtype: torch.dtype = torch.int8, out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -165,5 +163,4 @@ def quantize_v(
         column and 64 keys, float32 [batch, heads, keys / 64 (rounded up), width].
     """
     _check_code_dtype(dtype)
-    refuse_gradients("quantize_v", [v])
     return QUANTIZE_V.call(v, dtype == CODES[1])

@@ -31,7 +31,6 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import Among, check_integer
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -210,7 +209,10 @@ FORWARD = Operator(
 plan.QUANTIZED.describe(attention_quantized_fwd=_problem)
 
 
-@public(options={"out_dtype": Among(HALVES, "torch.bfloat16 or torch.float16")})
+@public(
+    options={"out_dtype": Among(HALVES, "torch.bfloat16 or torch.float16")},
+    no_gradients="q k v scale_q scale_k scale_v",
+)
 def attention_quantized(
     q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor | None = None, *,
     scale: float | None = None, causal: bool = False, window: int | Sequence[int | None] | None = None,
@@ -264,7 +266,6 @@ def attention_quantized(
         [batch, queries, heads, width of v] (packed like q); with return_lse a pair of it and lse, float32 [batch,
         heads, queries] ([heads, tokens]).
     """
-    refuse_gradients("attention_quantized", (q, k, v, scale_q, scale_k, scale_v))
     left, right = window_sides(window, causal)
     scale_q, scale_k = (s.view(torch.uint8) if s.dtype == _E8M0 else s for s in (scale_q, scale_k))
     if cu_seqlens_k is cu_seqlens_q and cu_seqlens_k is not None:

@@ -8,10 +8,13 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import attention
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.registry import Op
 
+_NO_DROPOUT = Within("float", "dropout_p == 0", "0: attention here has no dropout (apply it to the result)")
 
-@public
+
+@public(options={"dropout_p": _NO_DROPOUT})
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -40,10 +43,6 @@ def sdpa(
     Raises:
         ArgumentError: dropout_p is not 0 (there is no dropout), or the arguments do not match.
     """
-    if dropout_p != 0.0:
-        raise ArgumentError(
-            f"dropout_p is {dropout_p}; expected 0: attention here has no dropout (apply it to the result)"
-        )
     if is_causal and attn_mask is not None:
         raise ArgumentError("attn_mask and is_causal are both given; expected one of them")
     if attn_mask is None and _fit(query, key, value, is_causal, enable_gqa):

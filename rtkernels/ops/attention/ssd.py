@@ -20,7 +20,7 @@ from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
 from rtkernels.runtime.operator.arguments import check_number
-from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import Aligned, Dense, InPlaceVectors, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -339,7 +339,7 @@ ONE = Operator(
 )  # fmt: skip
 
 
-@public(tensors="x dt A B C D dt_bias")
+@public(tensors="x dt A B C D dt_bias", no_gradients="x dt A B C D dt_bias state")
 def ssd_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, D: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] | None = None,
@@ -364,7 +364,6 @@ def ssd_step(
     Returns:
         [batch, heads, width of x]. Not differentiable.
     """
-    refuse_gradients("ssd_step", (x, dt, A, B, C, D, dt_bias, state))
     factors = (None if t is None else t.float() for t in (D, dt_bias))
     return ONE.call(x, dt.float(), A.float(), B, C, *factors, state, bool(dt_softplus), *_limits(dt_limit))
 

@@ -13,8 +13,8 @@ from rtkernels.ops.conv.depthwise import DEPTHWISE, FORWARD, WINDOWS
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse, refuse_weight_gradient
-from rtkernels.runtime.layout import FLOAT_DTYPES, token
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.layout import FLOAT_DTYPES
+from rtkernels.runtime.operator.arguments import Matching, Within, check_integer
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
@@ -102,7 +102,7 @@ def _has_kernel(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dil
     return square and (kernel[0], stride[0]) in WINDOWS and (x.stride(1) != 1 or level() > 0)
 
 
-@public(tensors="weight")
+@public(tensors="weight", options={"x": Matching(FLOAT_DTYPES), "groups": Within("int")})
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | tuple[int, ...] = 1,
     padding: int | tuple[int, ...] | Literal["same", "valid"] = 0, dilation: int | tuple[int, ...] = 1, groups: int = 1,
@@ -130,7 +130,6 @@ def conv(
     Returns:
         ``[n, out channels, ...]``.
     """
-    token("x", x.dtype, FLOAT_DTYPES)
     dims = x.dim() - 2
     if dims not in _TORCH or weight.dim() != x.dim():
         raise ArgumentError(
@@ -142,7 +141,7 @@ def conv(
     kernel, channels = tuple(weight.shape[2:]), x.shape[1]
     stride, dilation = _numbers("stride", stride, dims, 1), _numbers("dilation", dilation, dims, 1)
     pads = _padding(padding, kernel, stride, dilation)
-    if check_integer("groups", groups) < 1 or channels % groups or weight.shape[0] % groups:
+    if groups < 1 or channels % groups or weight.shape[0] % groups:
         raise ArgumentError(
             f"groups is {groups!r}; expected a divisor of {channels} channels and of {weight.shape[0]} out channels"
         )

@@ -16,7 +16,6 @@ from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.layout import check_same, row_stride
 from rtkernels.runtime.operator.arguments import Among, check_number
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, Exact, Meta, Operator, Rows
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.plan import IN_TORCH, Memory, Steps
@@ -171,7 +170,10 @@ def unsupported(
     return decode_plan.unsupported(_describe(call).product, info.target, info.sm_count, norm)
 
 
-@public(options={"packed": Among((None, "int4", "uint4", "e2m1"), "'int4', 'uint4', 'e2m1' or None")})
+@public(
+    options={"packed": Among((None, "int4", "uint4", "e2m1"), "'int4', 'uint4', 'e2m1' or None")},
+    no_gradients="a b scale_b bias norm_weight add global_scale",
+)
 def decode_linear(
     a: Tensor, b: Tensor, scale_b: Tensor | None = None, *, bias: Tensor | None = None, act: str | None = None,
     gated: bool = False, norm_weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
@@ -212,7 +214,6 @@ def decode_linear(
     Returns:
         ``[..., n]`` (gated: half of b's rows) in a's dtype. There is no gradient.
     """
-    refuse_gradients("decode_linear", (a, b, scale_b, bias, norm_weight, add, global_scale))
     numbers = (check_number(name, value) for name, value in (("eps", eps), ("offset", offset), ("factor", factor)))
     return FORWARD.call(
         a, b, scale_b, bias, add, norm_weight, global_scale, packed, act, bool(gated), bool(constant), *numbers

@@ -16,13 +16,13 @@ from rtkernels.ops.gemm.scaled_mm import scaled_mm
 from rtkernels.ops.quant.quantize_fp8_plan import FP8_DTYPES
 from rtkernels.ops.shared import block_sum
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import FLOAT_DTYPES
 from rtkernels.runtime.invariance import level, refuse, starts_from_result
 from rtkernels.runtime.layout import in_shape, row_count, token
-from rtkernels.runtime.operator.arguments import Among, Within
+from rtkernels.runtime.operator.arguments import Among, Matching, Within
 from rtkernels.runtime.operator.autograd import needs_grad, once_differentiable
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 E4M3, E5M2 = FP8_DTYPES
@@ -166,7 +166,10 @@ def _one_of(*values: str) -> Among:
     return Among(values, f"one of {', '.join(map(repr, values))}")
 
 
-@public(tensors="weight", options={"recipe": _one_of(*RECIPES), "rotation": Within("int")})
+_WEIGHT = Matching(FLOAT_DTYPES, "weight.dim() == 2", "[out features, in features]")
+
+
+@public(options={"weight": _WEIGHT, "recipe": _one_of(*RECIPES), "rotation": Within("int")})
 def fp8_weight(
     weight: Tensor, *, recipe: str = "block", pow2_scale: bool = False, rotation: int = 64, transposed: bool = True
 ) -> Fp8Weight:
@@ -185,9 +188,6 @@ def fp8_weight(
     Returns:
         A named tuple for the argument `weight_codes`; its content depends on the recipe.
     """
-    token("weight", weight.dtype)
-    if weight.dim() != 2:
-        raise ArgumentError(f"weight has shape {tuple(weight.shape)}; expected [out features, in features]")
     if recipe == "hadamard":
         check_rotation(weight, rotation)
     return Fp8Weight(*OPERAND(weight.detach(), RECIPES[recipe].weight, E4M3, pow2_scale, True, transposed, rotation))
@@ -200,7 +200,13 @@ _OPTIONS = {
 }
 
 
-@public(options=_OPTIONS)
+def _of_shards(*, x: Any, weight: Any, bias: Any, scale_layout: str, **options: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
+    return linear_of_shards(fp8_linear, x, weight, bias, options)
+
+
+@public(options=_OPTIONS, sharded=("x weight", _of_shards))
 def fp8_linear(
     x: Any, weight: Tensor, bias: Tensor | None = None, *, recipe: str = "block", main_grad: Tensor | None = None,
     out_dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None, pow2_scale: bool = False,
@@ -258,21 +264,11 @@ def fp8_linear(
     Returns:
         A contiguous tensor ``[..., out features]``.
     """
-    options: dict[str, Any] = {
-        "recipe": recipe, "main_grad": main_grad, "out_dtype": out_dtype, "grad_dtype": grad_dtype,
-        "pow2_scale": pow2_scale, "rotation": rotation, "smooth": smooth,
-        "weight_codes": weight_codes, "save_weight": save_weight, "wgrad": wgrad,
-        "backend": backend,
-    }  # fmt: skip
     codes: tuple[Tensor | None, ...] = (None,) * 4
     if not isinstance(x, Tensor):
         if not hasattr(x, "q") or not hasattr(x, "scale"):
             raise ArgumentError(f"x is a {type(x).__name__}; expected a torch.Tensor, an array, or codes with scales")
         x, codes = given_codes(x, weight, recipe, scale_layout)
-    if is_sharded(weight) or is_sharded(x):
-        if codes[0] is not None:
-            raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
-        return linear_of_shards(fp8_linear, x, weight, bias, options)
     check_linear(x.shape, x.dtype, x.get_device(), weight, bias, main_grad)
     if out_dtype is not None:
         token("out_dtype", out_dtype)

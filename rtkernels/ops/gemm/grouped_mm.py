@@ -171,7 +171,7 @@ def grouped_mm_masked(
     return out
 
 
-@public(own_out=True)
+@public(own_out=True, tensors="x offs")
 def grouped_wgrad(
     dy: Tensor, x: Tensor, scale_dy: Tensor | None = None, scale_x: Tensor | None = None, *, offs: Tensor,
     out: Tensor | None = None, accumulate: bool = True, align: int | None = None,
@@ -199,8 +199,6 @@ def grouped_wgrad(
         `out`, or a new tensor.
     """
     refuse_quantised_gradients("grouped_mm (not grouped_wgrad)", dy, x, scale_dy, scale_x, out)
-    if not isinstance(offs, Tensor) or not isinstance(x, Tensor):
-        raise ArgumentError(f"x and offs are {type(x).__name__} and {type(offs).__name__}; expected tensors, as dy is")
     floats = dy.dtype in checks.FLOATS
     if offs.dim() != 1 or dy.dim() != 2 or x.dim() != 2:
         shapes = ", ".join(str(tuple(t.shape)) for t in (dy, x, offs))

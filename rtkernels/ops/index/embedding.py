@@ -24,7 +24,7 @@ from rtkernels.ops.index.embedding_plan import (
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable, refuse_gradients
+from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
 from rtkernels.runtime.operator.main_grad import Start, start_of
 from rtkernels.runtime.operator.plan import Memory
@@ -150,7 +150,7 @@ def looked_up(weight: Tensor, ids: Tensor, padding_idx: int | None, start: Start
     return _differentiable(weight, ids, 0, padding, start)
 
 
-@public
+@public(tensors="weight")
 def embedding(
     ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0,
     main_grad: Tensor | None = None, group: Any = None, same_ids: bool = True,
@@ -184,8 +184,6 @@ def embedding(
             embedding, weight=weight, padding_idx=padding_idx, vocab_start=vocab_start, main_grad=main_grad
         )
         return looked_up_over(group, local, ids, same_ids)
-    if not isinstance(weight, Tensor):
-        raise ArgumentError(f"weight is a {type(weight).__name__}; expected a torch.Tensor, as ids is one")
     padding = _padding(padding_idx, weight.shape[0] if weight.dim() else 0, vocab_start)
     if main_grad is not None:
         if main_grad.shape != weight.shape:
@@ -200,7 +198,7 @@ def embedding(
     return FORWARD.call(weight, ids, vocab_start)
 
 
-@public
+@public(no_gradients="main_grad")
 def embedding_grad_(
     main_grad: Tensor, ids: Tensor, dy: Tensor, *, padding_idx: int | None = None, vocab_start: int = 0
 ) -> Tensor:
@@ -221,7 +219,6 @@ def embedding_grad_(
         main_grad.
     """
     padding = _padding(padding_idx, main_grad.shape[0] if main_grad.dim() else 0, vocab_start)
-    refuse_gradients("embedding_grad_", (main_grad,))
     ADD(main_grad, *detached(dy), ids, vocab_start, padding)
     return main_grad
 

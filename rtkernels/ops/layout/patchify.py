@@ -9,7 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.strided_copy import strided_copy
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import FLOAT_DTYPES, token
-from rtkernels.runtime.operator.arguments import Among, Within, check_integer
+from rtkernels.runtime.operator.arguments import Among, Matching, Within, check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
@@ -52,6 +52,7 @@ _patchify = applied(_Patchify)
 
 
 _OPTIONS = {
+    "img": Matching((), "img.dim() == 4", "four dimensions, [n, h, w, c] or [n, c, h, w]"),
     "img_layout": Among(("nhwc", "nchw"), "'nhwc' or 'nchw'"), "order": Among(_ORDERS, "'hwc' or 'chw'"),
 }  # fmt: skip
 
@@ -76,8 +77,6 @@ def patchify(
     Returns:
         ``[n, h // ph * (w // pw), ph * pw * c]``, patches in row-major order of the image.
     """
-    if img.dim() != 4:
-        raise ArgumentError(f"img has shape {tuple(img.shape)}; expected four dimensions, [n, h, w, c] or [n, c, h, w]")
     ph, pw = patch if isinstance(patch, tuple) and len(patch) == 2 else (patch, patch)
     if check_integer("patch", ph) <= 0 or check_integer("patch", pw) <= 0:
         raise ArgumentError(f"patch is {patch}; expected sizes above 0")
@@ -127,7 +126,10 @@ def _repeat(x: Tensor, n: int) -> Tensor:
     return result
 
 
-@public(options={"n": Within("int", "n >= 1", "1 or more")})
+_HEADS = Matching(FLOAT_DTYPES, "x.dim() >= 2", "[..., heads, head_dim]")
+
+
+@public(options={"x": _HEADS, "n": Within("int", "n >= 1", "1 or more")})
 def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return every head `n` times: head h of the result is head ``h // n`` of x.
 
@@ -141,9 +143,6 @@ def repeat_heads(x: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     Returns:
         ``[..., heads * n, head_dim]``, contiguous, in x's dtype.
     """
-    token("x", x.dtype)
-    if x.dim() < 2:
-        raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [..., heads, head_dim]")
     if is_grad_enabled() and needs_grad(x):
         return _repeat_heads(x, n)
     return _repeat(x.detach(), n)

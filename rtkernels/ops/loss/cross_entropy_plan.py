@@ -111,6 +111,12 @@ def check_vocabulary(group: Any, vocab_start: int | None, vocab_size: int | None
         raise ArgumentError("vocab_start and vocab_size are given without a group; expected both or none of them")
 
 
+def refuse_group(group: Any) -> None:
+    """Raise an ArgumentError for a group beside a DTensor, which has processes of its own."""
+    if group is not None:
+        raise ArgumentError("hidden or weight is a DTensor and a group is given; expected one of them")
+
+
 def check_options(label_smoothing: float, z_loss: float, softcap: float, reduction: int) -> None:
     """Raise an ArgumentError for numbers that make no loss."""
     if not 0.0 <= check_number("label_smoothing", label_smoothing) <= 1.0:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss.cross_entropy_plan import (
     NONE,
     REDUCTION,
@@ -16,6 +15,7 @@ from rtkernels.ops.loss.cross_entropy_plan import (
     as_autocast,
     check_options,
     check_vocabulary,
+    refuse_group,
 )
 from rtkernels.ops.loss.linear_cross_entropy_operators import (
     BACKWARD,
@@ -31,7 +31,6 @@ from rtkernels.runtime.operator.autograd import constant, needs_grad, once_diffe
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
@@ -81,7 +80,18 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-@public(options=_OPTIONS)
+def _of_shards(
+    *, hidden: Any, weight: Any, labels: Any, bias: Any, group: Any, vocab_start: Any, vocab_size: Any, **options: Any
+) -> Any:
+    from rtkernels.ops.loss.cross_entropy_shards import linear_cross_entropy_of_shards
+
+    check_vocabulary(group, vocab_start, vocab_size)
+    refuse_group(group)
+    return linear_cross_entropy_of_shards(linear_cross_entropy, hidden, weight, labels, bias, options)
+
+
+# The operator has a rule for chunk_rows=0, so that compiled code does not depend on the number of rows.
+@public(options=_OPTIONS, defaults={"chunk_rows": 0}, sharded=("hidden weight", _of_shards))
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
@@ -140,20 +150,7 @@ def linear_cross_entropy(
         As in ``cross_entropy``.
     """
     check_vocabulary(group, vocab_start, vocab_size)
-    if is_sharded(hidden) or is_sharded(weight):
-        from rtkernels.ops.loss.cross_entropy_shards import linear_cross_entropy_of_shards
-
-        if group is not None:
-            raise ArgumentError("hidden or weight is a DTensor and a group is given; expected one of them")
-        given = {
-            "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap,
-            "reduction": reduction, "return_lse": return_lse, "return_accuracy": return_accuracy,
-            "chunk_rows": chunk_rows, "fp32_weight_grad": fp32_weight_grad,
-        }  # fmt: skip
-        return linear_cross_entropy_of_shards(linear_cross_entropy, hidden, weight, labels, bias, given)
     hidden, weight, bias = as_autocast(hidden, weight, bias)
-    if chunk_rows is None:
-        chunk_rows = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
     options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
     if is_dynamo_compiling():
         options = (ignore_index, *(constant(value) for value in options[1:]))

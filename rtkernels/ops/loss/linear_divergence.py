@@ -72,7 +72,7 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-@public(options=_OPTIONS)
+@public(options=_OPTIONS, defaults={"chunk_bytes": 0})  # the operator has a rule for 0
 def linear_divergence(
     student_hidden: Tensor, student_weight: Tensor, teacher_hidden: Tensor | None = None,
     teacher_weight: Tensor | None = None, *, beta: float = 0.0, temperature: float = 1.0,
@@ -131,8 +131,6 @@ def linear_divergence(
     Returns:
         float32 of the shape of student_hidden without its last dimension.
     """
-    if chunk_bytes is None:
-        chunk_bytes = 0  # the operator has a rule
     check_vocabulary(group, vocab_start, vocab_size)
     if save == "gradients" and (group is not None or teacher_ids is not None):
         raise ArgumentError("save is 'gradients' with a group or teacher_ids; expected 'stats' or None")

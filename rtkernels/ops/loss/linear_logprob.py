@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import linear_logprob_tiles as tiles
 from rtkernels.ops.loss import logprob_plan as plans
 from rtkernels.ops.loss.cross_entropy_parallel import vocabulary_range
-from rtkernels.ops.loss.cross_entropy_plan import SOFTCAP, as_autocast, check_vocabulary
+from rtkernels.ops.loss.cross_entropy_plan import SOFTCAP, as_autocast, check_vocabulary, refuse_group
 from rtkernels.ops.loss.linear_logprob_checks import check_inputs, check_numbers
 from rtkernels.ops.loss.linear_logprob_head import candidates
 from rtkernels.ops.loss.linear_logprob_operators import BACKWARD, BACKWARD_SAVED, FINISH, PARTS, add_gradients
@@ -24,7 +24,6 @@ from rtkernels.runtime.operator.autograd import constant, needs_grad, once_diffe
 from rtkernels.runtime.operator.kinds import meta_of
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.registry import Op
-from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 BITS = (plans.ENTROPY, plans.LSE, plans.SQUARES, plans.MEAN, plans.TOP1)
@@ -157,7 +156,19 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-@public(options=_OPTIONS)
+def _of_shards(
+    *, hidden: Any, weight: Any, ids: Any, bias: Any, temperature: Any, group: Any, vocab_start: Any, vocab_size: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    from rtkernels.ops.loss.linear_logprob_shards import linear_logprob_of_shards
+
+    check_vocabulary(group, vocab_start, vocab_size)
+    refuse_group(group)
+    return linear_logprob_of_shards(linear_logprob, hidden, weight, ids, bias, temperature, options)
+
+
+# The operator has a rule for chunk_bytes=0, so that compiled code does not depend on the number of rows.
+@public(options=_OPTIONS, defaults={"chunk_bytes": 0}, sharded=("hidden weight", _of_shards))
 def linear_logprob(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     logit_scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0,
@@ -220,21 +231,7 @@ def linear_logprob(
         dimension.
     """
     check_vocabulary(group, vocab_start, vocab_size)
-    if is_sharded(hidden) or is_sharded(weight):
-        from rtkernels.ops.loss.linear_logprob_shards import linear_logprob_of_shards
-
-        if group is not None:
-            raise ArgumentError("hidden or weight is a DTensor and a group is given; expected one of them")
-        given = {
-            "ignore_index": ignore_index, "logit_scale": logit_scale, "softcap": softcap,
-            "return_entropy": return_entropy, "return_lse": return_lse, "return_log_sum_sq": return_log_sum_sq,
-            "return_mean_logit": return_mean_logit, "return_top1": return_top1, "fp32_logits": fp32_logits,
-            "save": save, "chunk_bytes": chunk_bytes,
-        }  # fmt: skip
-        return linear_logprob_of_shards(linear_logprob, hidden, weight, ids, bias, temperature, given)
     hidden, weight, bias = as_autocast(hidden, weight, bias)
-    if chunk_bytes is None:
-        chunk_bytes = 0  # the operator has a rule, so that compiled code does not depend on the number of rows
     temperatures = None
     if isinstance(temperature, Tensor):
         if is_grad_enabled() and temperature.requires_grad:

@@ -10,7 +10,7 @@ from rtkernels.ops.moe import moe_index_layout as layout
 from rtkernels.ops.moe.moe_index_layout import MoeIndex, max_rows
 from rtkernels.ops.moe.moe_index_plan import KERNELS, check, check_map, is_map, plan_index, plan_map
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import Within, check_integer
+from rtkernels.runtime.operator.arguments import Matching, Within, check_integer
 from rtkernels.runtime.operator.declared import Dense, Operator
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -134,7 +134,10 @@ def moe_index(
     return MoeIndex(*INDEX.call(routing, experts, choices, multiple_of, rows))
 
 
-@public(options={"multiple_of": Within("int")})
+_MAP = Matching((), "routing_map.dim() == 2", "[tokens, experts]")
+
+
+@public(options={"routing_map": _MAP, "multiple_of": Within("int")})
 def moe_row_id_map(
     routing_map: Tensor, multiple_of: int = 1, rows: int | None = None, *, out: tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,8 +159,6 @@ def moe_row_id_map(
         of tokens of each expert that have a row, ``[experts]``; the first row of each expert, ``[experts + 1]``, with
         the number of used rows as last entry.
     """
-    if routing_map.dim() != 2:
-        raise ArgumentError(f"routing_map has shape {tuple(routing_map.shape)}; expected [tokens, experts]")
     if rows is None:
         tokens, experts = routing_map.shape
         rows = max_rows(tokens, experts, experts, max(multiple_of, 1))

@@ -127,7 +127,7 @@ class _GroupRmsNormGate(torch.autograd.Function):
 _differentiable = applied(_GroupRmsNormGate)
 
 
-@public
+@public(defaults={"eps": 1e-6})
 def group_rms_norm_gate(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, *, groups: int, eps: float | None = None,
     layout: str = "same", act: str = "sigmoid", gate_first: bool = False,
@@ -158,8 +158,6 @@ def group_rms_norm_gate(
     Returns:
         ``y``, contiguous, in gate's shape and x's dtype.
     """
-    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
-        eps = 1e-6
     if is_grad_enabled() and needs_grad(x, gate, weight):
         return _differentiable(x, gate, weight, groups, eps, layout, act, gate_first)
     return _forward(x, gate, weight, groups, eps, layout, act, gate_first)

@@ -142,7 +142,7 @@ def _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options: _Options) 
     return NormFp8(**_run(x, weight, bias, residual, smooth, rstd, mean, options))
 
 
-@public
+@public(defaults={"eps": 1e-6})
 def rms_norm_fp8(
     x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0,
     residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False, scale_layout: str = "row",
@@ -189,13 +189,11 @@ def rms_norm_fp8(
     Returns:
         A :class:`NormFp8`; all its tensors are contiguous.
     """
-    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
-        eps = 1e-6
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, False)
     return _norm_fp8(x, weight, None, residual, smooth, rstd, None, options)
 
 
-@public
+@public(defaults={"eps": 1e-5})
 def layer_norm_fp8(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float | None = None,
     offset: float = 0, residual: Tensor | None = None, layout: str = "row", pow2_scale: bool = False,
@@ -231,8 +229,6 @@ def layer_norm_fp8(
     Returns:
         A :class:`NormFp8`; all its tensors are contiguous.
     """
-    if eps is None:
-        eps = 1e-5
     options = _Options(eps, offset, layout, pow2_scale, scale_layout, keep, calibrate, True)
     return _norm_fp8(x, weight, bias, residual, smooth, rstd, mean, options)
 

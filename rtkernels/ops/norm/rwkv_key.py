@@ -12,8 +12,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import WIDTH, vector_bytes
-from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -67,7 +66,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-@public
+@public(options={"heads": Within("int")}, no_gradients="k kk a ka")
 def rwkv_key(
     k: Tensor, kk: Tensor, a: Tensor, ka: Tensor, heads: int, *, out: tuple[Tensor | None, ...] | None = None
 ) -> RwkvKey:
@@ -88,8 +87,6 @@ def rwkv_key(
     Returns:
         A named tuple ``(k, kk, kka)`` of contiguous tensors.
     """
-    heads = check_integer("heads", heads)
-    refuse_gradients("rwkv_key", [k, kk, a, ka])
     return RwkvKey(*FORWARD.call(k, kk, a, ka, heads))
 
 

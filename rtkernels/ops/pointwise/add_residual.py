@@ -9,10 +9,10 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.combine import combine
 from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_dimensions
+from rtkernels.runtime.checks import FLOAT_DTYPES, check_dimensions
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, row_count, token
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Matching, Within
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 
@@ -128,7 +128,7 @@ class _AddBias(torch.autograd.Function):
 _biased_differentiable = applied(_AddBias)
 
 
-@public(over="x")
+@public(over="x", options={"x": Matching(FLOAT_DTYPES, "x.dim()"), "period": Within("int")})
 def add_bias(
     x: Tensor, bias: Tensor, *, pos: Tensor | None = None, period: int | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -146,14 +146,12 @@ def add_bias(
     Returns:
         A contiguous tensor of x's shape and dtype.
     """
-    token("x", x.dtype)
-    check_dimensions("x", x.shape)
     _bias_row(bias, x)
     if pos is not None:
         if pos.dim() != 2 or pos.shape[-1] != x.shape[-1] or not pos.shape[0]:
             raise ArgumentError(f"pos has shape {tuple(pos.shape)}; expected [positions, {x.shape[-1]}]")
         if period is not None:
-            if not 0 < check_integer("period", period) <= pos.shape[0]:
+            if not 0 < period <= pos.shape[0]:
                 raise ArgumentError(f"period is {period}; expected 1 to {pos.shape[0]}, the rows of pos")
             pos = pos[:period]
     elif period is not None:
@@ -188,7 +186,7 @@ class _ChannelMul(torch.autograd.Function):
 _multiplied_differentiable = applied(_ChannelMul)
 
 
-@public(over="x")
+@public(over="x", options={"x": Matching(FLOAT_DTYPES)})
 def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``x * s``, with one factor per column.
 
@@ -202,7 +200,6 @@ def channel_mul(x: Tensor, s: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         A contiguous tensor of x's shape and dtype.
     """
-    token("x", x.dtype)
     if not x.dim() or not isinstance(s, Tensor) or tuple(s.shape) != (x.shape[-1],):
         came = tuple(s.shape) if isinstance(s, Tensor) else type(s).__name__
         raise ArgumentError(f"s has shape {came}; expected ({x.shape[-1] if x.dim() else 'n'},), a row of x")

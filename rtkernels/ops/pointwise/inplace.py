@@ -12,8 +12,8 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, may_overlap, row_count, row_slices, row_stride, vector_bytes
-from rtkernels.runtime.operator.arguments import check_number
-from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_gradients, refuse_leaf
+from rtkernels.runtime.operator.arguments import Within, check_number
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -118,7 +118,7 @@ class _Add(torch.autograd.Function):
 _differentiable_add = applied(_Add)
 
 
-@public(recent=False)
+@public(recent=False, tensors="y", options={"alpha": Within("float"), "beta": Within("float")})
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Set ``x = beta * x + alpha * y`` and return x, for gradient accumulation or, with beta 0, a scaled cast.
 
@@ -136,9 +136,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     Returns:
         x.
     """
-    if y is None:
-        raise ArgumentError("y is None; expected a tensor like x (scale_ takes none)")
-    alpha, beta = float(check_number("alpha", alpha)), float(check_number("beta", beta))
+    alpha, beta = float(alpha), float(beta)
     if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
         refuse_leaf("x", x)
         return _differentiable_add(x, y, alpha, beta)
@@ -146,7 +144,7 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     return x
 
 
-@public(recent=False)
+@public(recent=False, no_gradients="x")
 def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     """Set ``x = factor * x`` and return x.
 
@@ -160,7 +158,6 @@ def scale_(x: Tensor, factor: float | Tensor) -> Tensor:
     Returns:
         x.
     """
-    refuse_gradients("scale_", (x,))
     if isinstance(factor, Tensor):
         ADD(x, None, factor.detach(), 0.0, 1.0)
     else:

@@ -16,6 +16,7 @@ from rtkernels.ops.quant.quantize_fp8_operators import BOTH, DEQUANTIZE, QUANTIZ
 from rtkernels.ops.shared.fp8_layout import groups_of
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.registry import Op
 
@@ -38,7 +39,7 @@ class QuantizedBoth(NamedTuple):
     scale_t: Tensor
 
 
-@public
+@public(options={"layout": Among(("row", "both"), "'row' or 'both'")})
 def quantize_fp8(
     x: Tensor, scale: Tensor | float | None = None, *, granularity: str = "tensor",
     dtype: torch.dtype = torch.float8_e4m3fn, pow2_scale: bool = False, scale_layout: str = "row",
@@ -93,10 +94,7 @@ def quantize_fp8(
         plain = scale is None and layout == "row" and not with_transposed
         one = functools.partial(quantize_fp8, granularity="row", dtype=dtype, pow2_scale=pow2_scale)
         return groups.quantize(one, x, granularity, group_size, scale_layout, plain)
-    if layout != "row":
-        if layout != "both":
-            raise ArgumentError(f"layout is {layout!r}; expected 'row' or 'both'")
-        with_transposed = True
+    with_transposed = with_transposed or layout == "both"
     (x,) = detached(x)
     if isinstance(scale, float | int) and not isinstance(scale, bool):
         scale = torch.full((), scale, dtype=torch.float32, device=x.device)
@@ -125,7 +123,7 @@ def quantize_fp8(
     return STATIC.call(x, scale, dtype), scale
 
 
-@public
+@public(tensors="scale")
 def dequantize_fp8(
     q: Tensor, scale: Tensor, *, granularity: str = "tensor", dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "row", code_dtype: torch.dtype | None = None, group_size: int = 128,
@@ -152,8 +150,6 @@ def dequantize_fp8(
     if group_size != 128:
         one = functools.partial(dequantize_fp8, granularity="row", dtype=dtype, code_dtype=code_dtype)
         return groups.dequantize(one, q, scale, granularity, group_size, scale_layout)
-    if not isinstance(scale, Tensor):
-        raise ArgumentError(f"scale is a {type(scale).__name__}; expected a torch.Tensor, as q is")
     q, scale = detached(q, scale)
     if granularity == "channel" and scale_layout == "row" and q.dim() == 2:
         if scale.shape != q.shape[:1]:

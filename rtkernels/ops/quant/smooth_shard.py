@@ -13,10 +13,9 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_tensor, token
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import refuse_gradients
 
 
-@public
+@public(no_gradients="scale")
 def quantize_fp8_shard_(
     q: Tensor, scale: Tensor, shard: Tensor, offset: int, smooth: Tensor | None = None, *,
     edge_scales: Tensor | None = None, divide: bool = False, pow2_scale: bool = False,
@@ -48,7 +47,6 @@ def quantize_fp8_shard_(
     from rtkernels.ops.quant.smooth_quant import quantize_fp8_smooth
 
     _check(q, scale, shard, offset, smooth, edge_scales)
-    refuse_gradients("quantize_fp8_shard_", (scale,))
     shard = shard.detach()
     if smooth is not None:
         smooth = smooth.detach().reciprocal() if divide else smooth.detach()

@@ -9,7 +9,6 @@ from rtkernels.errors import ArgumentError
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import WIDTH, vector_bytes
-from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -60,7 +59,7 @@ FORWARD = Operator(
 )  # fmt: skip
 
 
-@public
+@public(no_gradients="k v")
 def nonzero_mv(k: Tensor, v: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``k @ v``, without reading the rows of v whose k is 0.
 
@@ -76,7 +75,6 @@ def nonzero_mv(k: Tensor, v: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         ``[m]`` in k's dtype.
     """
-    refuse_gradients("nonzero_mv", [k, v])
     return FORWARD.call(k, v)
 
 

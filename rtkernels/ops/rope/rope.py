@@ -12,7 +12,7 @@ from rtkernels.ops.rope import rope_operators as launch
 from rtkernels.ops.rope import rope_table
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.operator.arguments import check_integer
+from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_leaf
 from rtkernels.runtime.operator.registry import Op
 
@@ -52,7 +52,7 @@ class _Rope(torch.autograd.Function):
 _differentiable = applied(_Rope)
 
 
-@public
+@public(options={"rotary_start": Within("int")})
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, k: Tensor | None = None, layout: str = "bshd", rotary: int | None = None,
     interleaved: bool = False, positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
@@ -106,18 +106,17 @@ def rope(
     """
     spelled = angles_of.spell_sections(sections, sections_interleaved) if sections is not None else ""
     pairs = angles_of.order_of_pairs(interleaved, output_interleaved)
-    start = check_integer("rotary_start", rotary_start)
     angles = (cos, sin, positions, cu_seqlens, spelled, cp_rank, cp_size, mscale)
     if is_grad_enabled() and (needs_grad(x, k) or needs_grad(cos, sin)):
         no_gradient(cos, sin)
         if in_place:
             refuse_leaf("x", x)
             refuse_leaf("k", k)
-        return _differentiable(x, k, layout, start, rotary or 0, pairs, inverse, in_place, *angles)
+        return _differentiable(x, k, layout, rotary_start, rotary or 0, pairs, inverse, in_place, *angles)
     if in_place:
-        IN_PLACE.call(x, k, layout, start, rotary or 0, pairs, inverse, *angles)
+        IN_PLACE.call(x, k, layout, rotary_start, rotary or 0, pairs, inverse, *angles)
         return x if k is None else (x, k)
-    y, ky = _forward(x, k, layout, layout, start, rotary or 0, pairs, inverse, *angles)
+    y, ky = _forward(x, k, layout, layout, rotary_start, rotary or 0, pairs, inverse, *angles)
     return y if k is None else (y, ky)
 
 

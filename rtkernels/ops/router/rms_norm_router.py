@@ -85,7 +85,7 @@ class _RmsNormRouter(torch.autograd.Function):
 _differentiable = applied(_RmsNormRouter)
 
 
-@public(options={"precision": PRECISION})
+@public(options={"precision": PRECISION}, defaults={"eps": 1e-6})
 def rms_norm_router(
     x: Tensor, weight: Tensor | None, router_weight: Tensor, *, eps: float | None = None, offset: float = 0,
     precision: str = "high", pow2_scale: bool = False, scale_layout: str = "row",
@@ -119,8 +119,6 @@ def rms_norm_router(
     Returns:
         A :class:`NormRouter`.
     """
-    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
-        eps = 1e-6
     arguments = (x, weight, router_weight, eps, offset, PRECISIONS[precision], pow2_scale, scale_layout)
     if is_grad_enabled() and (needs_grad(x, weight) or needs_grad(router_weight)):
         return NormRouter(*_differentiable(*arguments))

@@ -8,8 +8,8 @@ from torch import Tensor, is_grad_enabled
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.checks import check_dimensions, check_same
-from rtkernels.runtime.operator.arguments import Among, check_integer, check_number
+from rtkernels.runtime.checks import check_same
+from rtkernels.runtime.operator.arguments import Among, Matching, Within, check_integer, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -63,7 +63,13 @@ def router_z_loss(logits: Tensor, coefficient: float = 1.0, *, out: Tensor | Non
     return _loss(logits, None, Z, -1, 1, coefficient)
 
 
-@public(options={"score": Among(_SCORES, "'softmax', 'sigmoid' or None")})
+_OPTIONS = {
+    "logits": Matching((), "logits.dim()"), "score": Among(_SCORES, "'softmax', 'sigmoid' or None"), "k": Within("int"),
+    "sequence_dim": Within("int"),
+}  # fmt: skip
+
+
+@public(options=_OPTIONS)
 def load_balancing_loss(
     logits: Tensor, indices: Tensor | None = None, *, counts: Tensor | None = None, k: int | None = None,
     score: str | None = "softmax", coefficient: float = 1.0, sequence_dim: int | None = None,
@@ -96,7 +102,6 @@ def load_balancing_loss(
     Returns:
         A float32 scalar; 0 if there are no tokens.
     """
-    check_dimensions("logits", logits.shape)
     if sequence_dim is None:
         sequence_dim = -1
     elif logits.dim() != 3 or check_integer("sequence_dim", sequence_dim) not in (0, 1):

@@ -21,9 +21,11 @@ from rtkernels import interop
 from rtkernels.runtime.call.explained import explainer
 from rtkernels.runtime.call.out import with_out
 from rtkernels.runtime.call.recent import Recent, miss
-from rtkernels.runtime.checks import check_tensor
+from rtkernels.runtime.checks import check_dtype, check_tensor, refuse_shape
 from rtkernels.runtime.depends import MISS
-from rtkernels.runtime.operator.arguments import Among, Within, check_kind, refuse_option
+from rtkernels.runtime.operator.arguments import Among, Matching, Within, check_kind, refuse_option
+from rtkernels.runtime.operator.autograd import refuse_gradients
+from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.operator.written import generated
 from rtkernels.runtime.torch_private import TENSOR_TYPES, dispatch_modes, forward_ad, is_dynamo_compiling
 
@@ -41,17 +43,28 @@ def _by_position(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checks(
-    parameters: Mapping[str, inspect.Parameter], tensors: str, options: Mapping[str, Among | Within]
+    parameters: Mapping[str, inspect.Parameter], tensors: str, options: Mapping[str, Among | Matching | Within]
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the lines that check declared arguments, and the objects that they refer to."""
-    scope = {"_check_tensor": check_tensor, "_check_kind": check_kind, "_refuse_option": refuse_option}
+    scope = {"_check_tensor": check_tensor, "_check_kind": check_kind, "_refuse_option": refuse_option,
+             "_check_dtype": check_dtype, "_refuse_shape": refuse_shape}  # fmt: skip
     lines: list[str] = []
-    for name in (*tensors.split(), *options):
-        option = options.get(name)
+    first = next(iter(parameters))  # is a tensor by now
+    listed = [name for name, option in options.items() if isinstance(option, Matching) and name != first]
+    for name in dict.fromkeys((*tensors.split(), *listed)):
         given = f"{name} is not None and " if parameters[name].default is None else ""
-        refusal = f"    _refuse_option({name!r}, {name}, {getattr(option, 'wanted', '')!r})"
-        if option is None:
-            lines += [f"if {given}not isinstance({name}, Tensor):", f"    _check_tensor({name!r}, {name})"]
+        lines += [f"if {given}not isinstance({name}, Tensor):", f"    _check_tensor({name!r}, {name})"]
+    for name, option in options.items():
+        given = f"{name} is not None and " if parameters[name].default is None else ""
+        refusal = f"    _refuse_option({name!r}, {name}, {option.wanted!r})"
+        if isinstance(option, Matching):
+            scope[f"_dtypes_of_{name}"] = option.dtypes
+            if option.dtypes:
+                lines += [f"if {given}{name}.dtype not in _dtypes_of_{name}:"]
+                lines += [f"    _check_dtype({name!r}, {name}.dtype, _dtypes_of_{name})"]
+            if option.condition:
+                lines += [f"if {given}not ({option.condition}):"]
+                lines += [f"    _refuse_shape({name!r}, {name}.shape, {option.wanted!r})"]
         elif isinstance(option, Among):
             scope[f"_values_of_{name}"] = option.values
             lines += [f"if {name} not in _values_of_{name}:", refusal]
@@ -68,7 +81,8 @@ def public(function: F) -> F: ...
 def public(**declared: Any) -> Callable[[F], F]: ...
 def public(
     function: Any = None, *, own_out: bool = False, over: str = "", recent: bool = True, tensors: str = "",
-    options: Mapping[str, Among | Within] | None = None,
+    options: Mapping[str, Among | Matching | Within] | None = None, defaults: Mapping[str, float] | None = None,
+    no_gradients: str = "", sharded: tuple[str, Callable[..., Any]] = ("", miss),
 ) -> Any:  # fmt: skip
     """Make a function public.
 
@@ -80,10 +94,15 @@ def public(
         recent: Replay recent calls. False for functions of lists of tensors, which are found by their tables, and where
             host time does not count.
         tensors: Names of arguments that must be tensors, or None if that is their default; checked before the call.
-        options: What is checked of other arguments, by name.
+        options: What is checked of arguments, by name.
+        defaults: Numbers for which None stands, where they depend on nothing else. As default values of the function,
+            they would become symbolic under ``torch.compile(dynamic=True)``.
+        no_gradients: Names of arguments that must not need a gradient, because there is no backward.
+        sharded: Names of arguments that may be DTensors, and what is called then with all arguments but `out` by name.
     """
     if function is None:
-        declared = {"own_out": own_out, "over": over, "recent": recent, "tensors": tensors, "options": options}
+        declared = {"own_out": own_out, "over": over, "recent": recent, "tensors": tensors, "options": options,
+                    "defaults": defaults, "no_gradients": no_gradients, "sharded": sharded}  # fmt: skip
         return functools.partial(public, **declared)
     parameters = inspect.signature(function).parameters
     listed = []
@@ -118,8 +137,18 @@ def public(
     call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
     checks, objects = _checks(parameters, tensors, options or {})
     call += checks
+    if sharded[0]:
+        sharded[1].__name__ = function.__name__  # for messages
+        given = ", ".join(f"{name}={name}" for name in parameters if name != "out")
+        call += [f"if {' or '.join(f'_is_sharded({name})' for name in sharded[0].split())}:"]
+        call += ["    if out is None:", f"        return _of_shards({given})"]
+        call += [f"    return _with_out(_of_shards, {by_name}, _over)"]
+    for name, value in (defaults or {}).items():
+        call += [f"if {name} is None:", f"    {name} = {value!r}"]
     if "out" in parameters and not own_out:
         call += ["if out is not None:", f"    return _with_out(_function, {by_name}, _over)"]
+    if no_gradients:
+        call.append(f"_refuse_gradients({function.__name__!r}, ({', '.join(no_gradients.split())},))")
     call.append(f"return _by_position({names})")
     body = "\n".join(call)
     first_lines = (replay if recent else "") + indent(body, " " * 8)
@@ -139,9 +168,10 @@ def _call({names}):
         "Tensor": Tensor, "_TENSOR_TYPES": TENSOR_TYPES, "_MISS": MISS, "_function": function, "_last": miss,
         "_by_position": _by_position(function),
         "_miss": miss, "_over": over.split(), "_explain": explainer(function),
-        "_is_dynamo_compiling": is_dynamo_compiling,
+        "_is_dynamo_compiling": is_dynamo_compiling, "_refuse_gradients": refuse_gradients,
         "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,
-        "_with_out": with_out, "_with_arrays": interop.with_arrays, **objects,
+        "_with_out": with_out, "_with_arrays": interop.with_arrays,
+        "_is_sharded": is_sharded, "_of_shards": sharded[1], **objects,
     }  # fmt: skip
     generated(source, f"<rtkernels public {function.__name__}>", scope)
     result = scope["_public"] = functools.wraps(function)(scope[function.__name__])

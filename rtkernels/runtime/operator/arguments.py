@@ -112,6 +112,20 @@ class Among(NamedTuple):
     wanted: str
 
 
+class Matching(NamedTuple):
+    """A tensor among the arguments of a public function; may be None if that is its default.
+
+    Attributes:
+        dtypes: Accepted dtypes; empty for any.
+        condition: An expression of the tensor's name, ``"weight.dim() == 2"``; empty for any shape.
+        wanted: The shape in words, for messages.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = ()
+    condition: str = ""
+    wanted: str = ""
+
+
 class Within(NamedTuple):
     """A number among the arguments of a public function, within limits; may be None if that is its default.
 
