@@ -22,8 +22,7 @@ from rtkernels.ops.attention.decode_cluster_plan import CLUSTER
 from rtkernels.ops.attention.decode_plan import CODES, COMBINE, DECODE, Decode, steps
 from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.attention.problem import Attention, Strides, dense
-from rtkernels.ops.shared.positions import check_indices
-from rtkernels.runtime import env
+from rtkernels.ops.shared.positions import check_lengths
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.layout import DTYPE_TOKEN, check_same
@@ -191,9 +190,7 @@ def attention_decode(
         ([batch, heads] if q has no tokens).
     """
     single = q.dim() == 3
-    if env.get("DEBUG"):
-        places = k_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
-        check_indices("seqlens", seqlens, places + 1, "keys of the cache")
+    check_lengths("seqlens", seqlens, k_cache, page_table, "keys of the cache")
     given = (
         q.unsqueeze(1) if single else q, k_cache, v_cache, seqlens, page_table, k_scale, v_scale,
         None if sinks is None else sinks.float(), default_scale(scale, q), *window_sides(window, causal),

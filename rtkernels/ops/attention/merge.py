@@ -168,15 +168,11 @@ def merge_attention(
     lists = isinstance(outs, Sequence) and isinstance(lses, Sequence) and 0 < len(outs) == len(lses)
     if not lists or not all(isinstance(t, Tensor) for t in (*outs, *lses)):
         raise ArgumentError("outs and lses are not sequences of equally many tensors; expected at least one of each")
-    first = outs[0]
+    first, shape, lse_shape = outs[0], outs[0].shape, lses[0].shape
     if out_dtype not in (None, first.dtype, _FLOAT32):
         raise ArgumentError(f"out_dtype is {out_dtype}; expected {first.dtype} or float32")
-    shape, lse_shape = first.shape, lses[0].shape
-    for out, lse in zip(outs, lses, strict=True):
-        check_dtype("outs", out.dtype, FLOAT_DTYPES)
-        check_dtype("lses", lse.dtype, (_FLOAT32,))
-        check_same("outs", tuple(out.shape), tuple(shape), "shape", of="the first")
-        check_same("lses", tuple(lse.shape), tuple(lse_shape), "shape", of="the first")
+    _check_alike("outs", outs, FLOAT_DTYPES)
+    _check_alike("lses", lses, (_FLOAT32,))
     if first.dim() == 3:
         rows = lambda out: out.unsqueeze(0)  # noqa: E731
         logs = lambda lse: lse.unsqueeze(0)  # noqa: E731
@@ -193,6 +189,12 @@ def merge_attention(
         merged, log_sum = _run(parts, wants_fp32)
     merged = merged.to(out_dtype or first.dtype)
     return merged.reshape(shape), log_sum.reshape(lse_shape)
+
+
+def _check_alike(name: str, parts: Sequence[Tensor], dtypes: tuple[torch.dtype, ...]) -> None:
+    for t in parts:
+        check_dtype(name, t.dtype, dtypes)
+        check_same(name, tuple(t.shape), tuple(parts[0].shape), "shape", of="the first")
 
 
 def _run(parts: tuple[Tensor, ...], fp32: bool) -> Any:

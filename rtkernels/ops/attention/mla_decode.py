@@ -20,8 +20,7 @@ from rtkernels.ops.attention.decode_plan import (
     split_count,
 )
 from rtkernels.ops.attention.options import default_scale
-from rtkernels.ops.shared.positions import check_indices
-from rtkernels.runtime import env
+from rtkernels.ops.shared.positions import check_lengths
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse
 from rtkernels.runtime.launch.device import device_info
@@ -210,9 +209,7 @@ def mla_decode(
     single = q.dim() == 3
     if kv_cache.dim() == 4 and kv_cache.shape[2] == 1:
         kv_cache = kv_cache.squeeze(2)
-    if env.get("DEBUG"):
-        places = kv_cache.shape[1] * (1 if page_table is None else page_table.shape[-1])
-        check_indices("seqlens", seqlens, places + 1, "keys of the cache")
+    check_lengths("seqlens", seqlens, kv_cache, page_table, "keys of the cache")
     given = (
         q.unsqueeze(1) if single else q, kv_cache, seqlens, page_table, check_integer("value_width", value_width),
         bool(causal), default_scale(scale, q),

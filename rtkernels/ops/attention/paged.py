@@ -14,8 +14,7 @@ from rtkernels.ops.attention.cache import Cache, check_scale
 from rtkernels.ops.attention.checks import HALVES, MAX_LENGTH, Heads, check_same, check_shared_heads, strides
 from rtkernels.ops.attention.decode_plan import CODES
 from rtkernels.ops.attention.paged_plan import KERNELS, PAGE_UNIT, Paged, one_each, steps
-from rtkernels.ops.shared.positions import check_indices
-from rtkernels.runtime import env
+from rtkernels.ops.shared.positions import check_lengths
 from rtkernels.runtime.layout import DTYPE_TOKEN
 from rtkernels.runtime.operator.autograd import refuse_gradients
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
@@ -221,9 +220,7 @@ OUT = Operator(
 def run(tensors: Sequence[Tensor | None], options: Sequence[Any], out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out and lse for the 10 tensors and 7 options of FORWARD."""
     refuse_gradients("attention_varlen(page_table=...)", (*tensors, out))
-    if env.get("DEBUG"):
-        k, seqused_k, table = tensors[1], tensors[4], tensors[5]
-        check_indices("seqused_k", seqused_k, k.shape[1] * table.shape[-1] + 1, "keys of the pages")
+    check_lengths("seqused_k", tensors[4], tensors[1], tensors[5], "keys of the pages")
     if out is not None:
         return out, OUT.call(*tensors, out, *options)
     return FORWARD.call(*tensors, *options)

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.gemm import fp8_linear_smooth as smoothed
-from rtkernels.ops.gemm.fp8_linear_checks import check_linear, check_rotation, given_codes
+from rtkernels.ops.gemm.fp8_linear_checks import check_linear, check_recipe, check_rotation, given_codes
 from rtkernels.ops.gemm.fp8_linear_shards import linear_of_shards
 from rtkernels.ops.gemm.fp8_operands import OPERAND, PITCH, Codes, columns_of, rounded, rows_of
 from rtkernels.ops.gemm.scaled_mm import scaled_mm
@@ -274,11 +274,7 @@ def fp8_linear(
         token("out_dtype", out_dtype)
     grad_dtype = RECIPES[recipe].grad_dtype if grad_dtype is None and recipe != "smooth" else grad_dtype or E4M3
     token("grad_dtype", grad_dtype, FP8_DTYPES)
-    if (recipe == "smooth") != (smooth is not None):
-        came = "None" if smooth is None else "given"
-        raise ArgumentError(f"smooth is {came} with recipe {recipe!r}; expected it with recipe 'smooth' only")
-    if wgrad == "bf16" and codes[0] is not None:
-        raise ArgumentError("wgrad is 'bf16' and x is codes; expected 'fp8', or x as a tensor")
+    check_recipe(recipe, smooth, wgrad, codes[0] is not None)
     dtype = x.dtype if out_dtype is None else out_dtype
     if recipe == "smooth":
         if weight_codes is not None or save_weight or wgrad != "fp8":

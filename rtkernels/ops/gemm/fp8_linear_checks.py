@@ -33,11 +33,25 @@ def check_linear(
         check_same("bias", tuple(bias.shape), (weight.shape[0],), "shape", of="weight's rows")
         check_same("bias", bias.get_device(), device, "device index")
     if main_grad is not None:
-        token("main_grad", main_grad.dtype, (torch.float32,))
-        check_same("main_grad", tuple(main_grad.shape), tuple(weight.shape), "shape", of="weight")
-        check_same("main_grad", main_grad.get_device(), device, "device index", of="weight")
-        if not main_grad.is_contiguous():
-            raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
+        check_main_grad(main_grad, weight)
+
+
+def check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
+    """Raise an ArgumentError unless the gradient of a weight can be added to a tensor."""
+    token("main_grad", main_grad.dtype, (torch.float32,))
+    check_same("main_grad", tuple(main_grad.shape), tuple(weight.shape), "shape", of="weight")
+    check_same("main_grad", main_grad.get_device(), weight.get_device(), "device index", of="weight")
+    if not main_grad.is_contiguous():
+        raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
+
+
+def check_recipe(recipe: str, smooth: Tensor | None, wgrad: str, is_codes: bool) -> None:
+    """Raise an ArgumentError unless options go with the recipe and with the kind of x."""
+    if (recipe == "smooth") != (smooth is not None):
+        came = "None" if smooth is None else "given"
+        raise ArgumentError(f"smooth is {came} with recipe {recipe!r}; expected it with recipe 'smooth' only")
+    if wgrad == "bf16" and is_codes:
+        raise ArgumentError("wgrad is 'bf16' and x is codes; expected 'fp8', or x as a tensor")
 
 
 def check_rotation(weight: Tensor, rotation: int) -> None:

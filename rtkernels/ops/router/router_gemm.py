@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.gemm.fp8_linear_checks import check_main_grad
 from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.router.router_gemm_kernels import KERNELS, PRECISION, PRECISIONS
 from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
@@ -19,7 +20,7 @@ from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.layout import nothing, row_count
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator
-from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride, meta_of
+from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -52,18 +53,14 @@ def _check_bwd(dy: Meta, x: Meta, weight: Meta) -> None:
     _check_dy(dy, x, weight.shape[0])
 
 
-def _check_main_grad(main_grad: Meta, shape: tuple[int, ...], device: int, of: str) -> None:
-    token("main_grad", main_grad.dtype, (torch.float32,))
-    check_same("main_grad", tuple(main_grad.shape), shape, "shape", of=of)
-    check_same("main_grad", main_grad.device, device, "device index", of=of)
-
-
 def _check_into(main_grad: Meta, dy: Meta, x: Meta) -> None:
     token("x", x.dtype, _INPUTS)
     if not x.shape or not dy.shape:
         raise ArgumentError("x and dy need at least one dimension")
     _check_dy(dy, x, dy.shape[-1])
-    _check_main_grad(main_grad, (dy.shape[-1], x.shape[-1]), x.device, "dy and x")
+    token("main_grad", main_grad.dtype, (torch.float32,))
+    check_same("main_grad", tuple(main_grad.shape), (dy.shape[-1], x.shape[-1]), "shape", of="dy and x")
+    check_same("main_grad", main_grad.device, x.device, "device index", of="dy and x")
 
 
 def _rows_of(t: Tensor) -> Tensor:
@@ -211,9 +208,7 @@ def router_gemm(
     """
     level = PRECISIONS[precision]
     if main_grad is not None:
-        _check_main_grad(meta_of(main_grad), tuple(weight.shape), weight.get_device(), "weight")
-        if not main_grad.is_contiguous():
-            raise ArgumentError(f"main_grad has strides {main_grad.stride()}; expected a contiguous tensor")
+        check_main_grad(main_grad, weight)
     if is_grad_enabled() and needs_grad(x, weight, bias):
         return _differentiable(x, weight, bias, level, main_grad)
     return _forward(x, weight, bias, level)

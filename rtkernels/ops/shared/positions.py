@@ -53,6 +53,12 @@ def check_indices(name: str, indices: Tensor | None, count: int, of: str, lowest
         raise ArgumentError(f"{name} has {ends[0]} to {ends[1]}; expected {lowest} to {count - 1}, {of}")
 
 
+def check_lengths(name: str, lengths: Tensor | None, cache: Tensor, pages: Tensor | None, of: str) -> None:
+    """With ``RTKERNELS_DEBUG=1``, raise an ArgumentError unless lengths fit a cache, or a row of its table of pages."""
+    if env.get("DEBUG"):
+        check_indices(name, lengths, cache.shape[1] * (1 if pages is None else pages.shape[-1]) + 1, of)
+
+
 def _ends(numbers: Tensor, low: int, high: int) -> tuple[int, int] | None:
     """Return the smallest and the largest number; None if there is none, or none that the host can wait for."""
     if numbers.numel() == 0:
