@@ -73,9 +73,8 @@ def _norm_refused(x: Tensor, shape: Any, *parameters: Tensor | None) -> NotHandl
 
 
 def _layer_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    if (refused := _norm_refused(x, normalized_shape, weight, bias)) is not None:
-        return refused
-    return row_norm.FORWARD(x, weight, bias, len(normalized_shape), True, eps)
+    refused = _norm_refused(x, normalized_shape, weight, bias)
+    return refused or row_norm.FORWARD(x, weight, bias, len(normalized_shape), True, eps)
 
 
 def _layer_norm_backward(

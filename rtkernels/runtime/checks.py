@@ -41,8 +41,8 @@ def token(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = FLOAT
 def check_dtype(name: str, dtype: torch.dtype, accepted: Sequence[torch.dtype] = INDEX_DTYPES) -> None:
     """Raise an ArgumentError that names the argument unless its dtype is an accepted one."""
     if dtype not in accepted:
-        wanted = ", ".join(dict.fromkeys(map(_spell, accepted)))
-        raise ArgumentError(f"{name} has dtype {_spell(dtype)}; expected one of {wanted}")
+        wanted = ", ".join(dict.fromkeys(map(spell, accepted)))
+        raise ArgumentError(f"{name} has dtype {spell(dtype)}; expected one of {wanted}")
 
 
 def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int], why: str = "") -> None:
@@ -61,8 +61,9 @@ def refuse_shape(name: str, shape: Sequence[int], wanted: str) -> None:
 def check_same(name: str, got: Any, wanted: Any, what: str, of: str = "x") -> None:
     """Raise an ArgumentError unless an argument has the dtype, shape or device index of another one."""
     if got != wanted:
-        raise ArgumentError(f"{name} has {what} {_spell(got)}; expected {_spell(wanted)}, that of {of}")
+        raise ArgumentError(f"{name} has {what} {spell(got)}; expected {spell(wanted)}, that of {of}")
 
 
-def _spell(value: Any) -> str:
+def spell(value: Any) -> str:
+    """Return a dtype or a shape as messages have it."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

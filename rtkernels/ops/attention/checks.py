@@ -27,7 +27,6 @@ def check_dims(dims: int, order: str = "", **tensors: Any) -> None:
             raise ArgumentError(f"{name} has {got}; expected a tensor of {dims} dimensions{order}")
 
 
-
 class Heads(Argument):
     """[batch, length, heads, width] or, packed, [tokens, heads, width]; the elements of a head are contiguous.
 
@@ -41,9 +40,6 @@ class Heads(Argument):
         steps = [step for size, step in zip(meta.shape[:-1], meta.stride[:-1], strict=True) if size > 1]
         unit = meta.shape[-1] == 1 or meta.stride[-1] == 1
         return unit and not meta.misaligned and all(step >= 0 and step % per_vector == 0 for step in steps)
-
-    def copied(self, t: Tensor) -> Tensor:
-        return t.clone(memory_format=torch.contiguous_format)
 
 
 class Destination(Heads):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, swizzled_bytes
+from rtkernels.runtime.checks import spell
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import check_same, overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
@@ -169,7 +170,7 @@ def memory_for(
     if not isinstance(given, Tensor):
         raise ArgumentError(f"{name} is a {type(given).__name__}; expected a torch.Tensor or None")
     if given.dtype != dtype:
-        raise ArgumentError(f"{name} has dtype {_short(given.dtype)}; expected {_short(dtype)}")
+        raise ArgumentError(f"{name} has dtype {spell(given.dtype)}; expected {spell(dtype)}")
     if tuple(given.shape) != tuple(shape):
         raise ArgumentError(f"{name} has shape {tuple(given.shape)}; expected {tuple(shape)}")
     if given.device != like.device:
@@ -182,10 +183,6 @@ def memory_for(
         raise ArgumentError(f"{name} has strides {given.stride()}; expected a contiguous tensor")
     refuse_shared(name, given, inputs.items(), same)
     return given
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- the same in plain torch ----------------------------------------------------------------------------------------

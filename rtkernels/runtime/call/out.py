@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.runtime.checks import spell
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.autograd import refuse_gradients, refuse_tangents
@@ -86,7 +86,7 @@ def _check(outs: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> N
         if tensor.shape != result.shape:
             raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(result.shape)}")
         if tensor.dtype != result.dtype:
-            raise ArgumentError(f"{name} has dtype {_short(tensor.dtype)}; expected {_short(result.dtype)}")
+            raise ArgumentError(f"{name} has dtype {spell(tensor.dtype)}; expected {spell(result.dtype)}")
         if tensor.device != result.device:
             raise ArgumentError(f"{name} is on {tensor.device}; expected {result.device}")
 
@@ -118,7 +118,3 @@ def _tensors(value: Any, name: str = "") -> Any:
 
 def _name(outs: Sequence[Any], i: int) -> str:
     return "out" if len(outs) == 1 else f"out[{i}]"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

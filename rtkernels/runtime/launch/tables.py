@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError, NotWarmError
-from rtkernels.runtime.launch.memory import is_capturing
+from rtkernels.runtime.checks import check_dtype, check_tensor
+from rtkernels.runtime.launch.memory import current_stream, is_capturing
 from rtkernels.runtime.launch.plans import Plans
 from rtkernels.runtime.torch_private import TENSOR_TYPES, TensorGuards, refuse_lazy, same_tensors
 
@@ -36,10 +37,6 @@ def _capturing(device: int) -> bool:
         return is_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
-
-
-def _current_stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class TensorList(tuple):
@@ -97,7 +94,7 @@ class Tables:
             pointers = list(map(_data_ptr, flat))
         except (AttributeError, IndexError, RuntimeError, TypeError):  # an empty list, or a tensor without memory
             return None
-        slot = self._slots.get((tuple(map(len, lists)), pointers[0], pointers[-1], _current_stream(device)))
+        slot = self._slots.get((tuple(map(len, lists)), pointers[0], pointers[-1], current_stream(device)))
         if slot is None:
             return None
         known, same, table = slot.entry
@@ -113,7 +110,7 @@ class Tables:
             # Never a cached table, which may be gone when the graph runs; nor is this one cached.
             return self._build(lists, device)
         else:
-            stream = _current_stream(device)
+            stream = current_stream(device)
         if len(lists) == 1 and type(first) is TensorList and device >= 0:
             table = first.tables.get((id(self), stream))
             if table is None:
@@ -237,14 +234,10 @@ def check_list(name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtyp
     ):
         return  # the usual case; the slower code below finds the error
     for i, t in enumerate(tensors):
-        if not isinstance(t, Tensor):
-            raise ArgumentError(f"{name}[{i}] is a {type(t).__name__}; expected a torch.Tensor")
+        check_tensor(f"{name}[{i}]", t)
         if t.layout != torch.strided:
             raise ArgumentError(f"{name}[{i}] has layout {t.layout}; expected a dense tensor")
-        if t.dtype not in dtypes:
-            wanted = ", ".join(str(a).removeprefix("torch.") for a in dtypes)
-            got = str(t.dtype).removeprefix("torch.")
-            raise ArgumentError(f"{name}[{i}] has dtype {got}; expected one of {wanted}")
+        check_dtype(f"{name}[{i}]", t.dtype, dtypes)
         if t.device != device:
             raise ArgumentError(f"{name}[{i}] is on {t.device}; expected {device}, that of the first tensor")
         refuse_lazy(f"{name}[{i}]", t)

@@ -174,7 +174,7 @@ def _replace_driver(device: StandIn, launch: str) -> None:
     from rtkernels.runtime.launch import driver, kernel, memory, tables, tensor_map
 
     memory._empty_strided_cuda = device.module.empty_strided_cuda
-    memory.current_stream = torch._C._cuda_getCurrentRawStream
+    memory.current_stream = tables.current_stream = torch._C._cuda_getCurrentRawStream
     memory.is_capturing = tables.is_capturing = torch._C._cuda_isCurrentStreamCapturing
     kernel._built = lambda *_, **__: True
     kernel.Kernel._load = lambda self, variant, ordinal: _loaded(device, self, variant, ordinal)
