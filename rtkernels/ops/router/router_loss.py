@@ -9,7 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.router.router_loss_plan import BACKWARD, COUNTS, FORWARD, KERNELS, PLAIN, SIGMOID, SOFTMAX, Z
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same
-from rtkernels.runtime.operator.arguments import Among, Matching, Within, check_integer, check_number
+from rtkernels.runtime.operator.arguments import Among, Matching, Within, check_number
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
 from rtkernels.runtime.torch_private import is_dynamo_compiling
@@ -104,7 +104,7 @@ def load_balancing_loss(
     """
     if sequence_dim is None:
         sequence_dim = -1
-    elif logits.dim() != 3 or check_integer("sequence_dim", sequence_dim) not in (0, 1):
+    elif logits.dim() != 3 or sequence_dim not in (0, 1):
         raise ArgumentError(
             f"sequence_dim is {sequence_dim} for logits of shape {tuple(logits.shape)}; expected 0 or 1, and three "
             f"dimensions"
@@ -113,7 +113,7 @@ def load_balancing_loss(
         if indices is None:
             raise ArgumentError("k is None; expected a number where no indices are given")
         k = indices.shape[-1] if indices.dim() else 1
-    if check_integer("k", k) < 1:
+    if k < 1:
         raise ArgumentError(f"k is {k}; expected at least 1")
     if counts is None:
         if indices is None:
