@@ -190,7 +190,7 @@ def sparse_mla(
         scale: Factor of the scores. Default: ``1 / sqrt(width)``. Models usually need the scale of the expanded heads
             instead, ``1 / sqrt(192)`` for DeepSeek.
         value_width: Number of columns, from the first one of a latent, that are the value; up to 512.
-        positions: int32 [tokens]: a token ignores indices greater than its position. Default: it ignores none of them.
+        positions: int32 [tokens]: a token ignores indices greater than its position. Default: none is ignored.
         sinks: float32 [heads]: a score of each head that takes part in its softmax, without a value.
         return_lse: Also return the log-sum-exp (natural, with the sink) of the scores.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with

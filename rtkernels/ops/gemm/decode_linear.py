@@ -195,7 +195,7 @@ def decode_linear(
             torch, as do rows that are too long for shared memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
-            For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of 256 n.
+            For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of a multiple of 256.
         bias: ``[n]``, any float dtype.
         act: "relu", "silu", "gelu_tanh", "gelu" or None.
         gated: The rows of b are two halves, as above. Needs `act`.

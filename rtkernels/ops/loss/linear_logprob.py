@@ -198,15 +198,16 @@ def linear_logprob(
         ids: ``[...]``, or ``[..., k]`` for k candidates in one pass; int32 or int64. An id outside the vocabulary is
             reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
-        ignore_index: Results of an id that is this are 0 and have no gradient; those of a row if all its ids are this.
+        ignore_index: An id with this value gives 0 and has no gradient. If all ids of a row have it, so do the other
+            results of the row.
         logit_scale: Factor of the logits.
         softcap: Limit of the scaled logits, or None.
         temperature: A positive number, or float32 ``[...]`` with one for each row. It has no gradient.
-        return_entropy: Return the entropy too, in nats.
-        return_lse: Return the log-sum-exp of the scores too.
-        return_log_sum_sq: Return the logarithm of the sum of squared probabilities too.
-        return_mean_logit: Return the mean of the scores too.
-        return_top1: Return too whether the first id of a row is the first column with the largest score.
+        return_entropy: Also return the entropy, in nats.
+        return_lse: Also return the log-sum-exp of the scores.
+        return_log_sum_sq: Also return the logarithm of the sum of squared probabilities.
+        return_mean_logit: Also return the mean of the scores.
+        return_top1: Also return whether the first id of a row is the first column with the largest score.
         fp32_logits: Do not round logits of 16-bit inputs to their dtype. Slabs take twice the memory.
         save: What is kept for gradients: ``"stats"``, a few numbers for each row, so that logits are computed again;
             ``"logits"``, all of them, which the backward pass overwrites, so that only one is possible;

@@ -63,8 +63,8 @@ FORWARD = Operator(
 def nonzero_mv(k: Tensor, v: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``k @ v``, without reading the rows of v whose k is 0.
 
-    For activations after a ReLU, one token at a time: the time is that of the rows that are read. What is in the other
-    rows does not matter, not even NaN. Sums are in fp32, in an order that depends on shapes and on which k are 0, and
+    For activations after a ReLU, one token at a time: only the rows that are read take time. The other rows may hold
+    anything, NaN included. Sums are in fp32, in an order that depends on shapes and on which k are 0, and
     rounded once. Not differentiable.
 
     Args:
