@@ -118,7 +118,7 @@ class _Add(torch.autograd.Function):
 _differentiable_add = applied(_Add)
 
 
-@public(recent=False, tensors="y", options={"alpha": Within("float"), "beta": Within("float")})
+@public(recent=False, options={"alpha": Within("float"), "beta": Within("float")})
 def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Set ``x = beta * x + alpha * y`` and return x, for gradient accumulation or, with beta 0, a scaled cast.
 
@@ -136,6 +136,8 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     Returns:
         x.
     """
+    if y is None:
+        raise ArgumentError("y is None; expected a tensor like x (scale_ takes none)")
     alpha, beta = float(alpha), float(beta)
     if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
         refuse_leaf("x", x)
