@@ -1250,7 +1250,8 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, l2norm: bool =
     False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_sigmoid:
-    bool = False, beta_scale: float = 1.0, out: Tensor | tuple[Tensor | None, ...] | None = None
+    bool = False, beta_scale: float = 1.0, state_layout: Literal['kv', 'vk'] = 'kv', out: Tensor | tuple[Tensor |
+    None, ...] | None = None
 ) -> Tensor:
     """Return linear attention by the gated delta rule."""
 @overload
@@ -1258,14 +1259,16 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[True], l2norm: bool = False, A_log:
     Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_sigmoid: bool = False,
-    beta_scale: float = 1.0, out: Tensor | tuple[Tensor | None, ...] | None = None
+    beta_scale: float = 1.0, state_layout: Literal['kv', 'vk'] = 'kv', out: Tensor | tuple[Tensor | None, ...] | None
+    = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None, initial_state:
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False, l2norm: bool = False, A_log:
     Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_sigmoid: bool = False,
-    beta_scale: float = 1.0, out: Tensor | tuple[Tensor | None, ...] | None = None
+    beta_scale: float = 1.0, state_layout: Literal['kv', 'vk'] = 'kv', out: Tensor | tuple[Tensor | None, ...] | None
+    = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from rtkernels.ops.attention.gated_delta_rule_plan import KERNELS, MAX_KEY_WIDTH
 from rtkernels.ops.attention.options import default_scale
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import check_same
+from rtkernels.runtime.operator.arguments import Among
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import Aligned, Argument, Dense, InPlaceVectors, Meta, Operator
 from rtkernels.runtime.operator.kinds import meta_of
@@ -190,12 +193,13 @@ def _gate_options(
     return delta_gates.check_options(g, A_log, dt_bias, lower_bound, beta_scale, heads, shape)
 
 
-@public(tensors="k v beta")
+@public(tensors="k v beta", options={"state_layout": Among(("kv", "vk"), "'kv' or 'vk'")})
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float | None = None,
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False,
     l2norm: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
-    beta_sigmoid: bool = False, beta_scale: float = 1.0, out: Tensor | tuple[Tensor | None, ...] | None = None,
+    beta_sigmoid: bool = False, beta_scale: float = 1.0, state_layout: Literal["kv", "vk"] = "kv",
+    out: Tensor | tuple[Tensor | None, ...] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return linear attention by the gated delta rule.
 
@@ -230,13 +234,19 @@ def gated_delta_rule(
         lower_bound: With A_log: log decays are ``lower_bound * sigmoid(exp(A_log) (g + dt_bias))``. Negative.
         beta_sigmoid: beta is ``beta_scale * sigmoid(beta)``.
         beta_scale: Factor of beta; 2 with beta_sigmoid for models with negative eigenvalues (OLMo Hybrid).
+        state_layout: "vk" if initial_state and the returned state have their last two dimensions the other way round,
+            [..., width of v, width of k], as FlashInfer keeps them. Each costs a transposing copy.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 
     Returns:
         A tensor of v's shape and dtype; with return_state a pair of it and the final state, float32.
     """
-    state = None if initial_state is None else initial_state.float()
+    state, swapped = None if initial_state is None else initial_state.float(), state_layout == "vk"
+    if swapped and state is not None:
+        if state.dim() < 2:
+            raise ArgumentError(f"initial_state has shape {tuple(state.shape)}; expected [batch, heads, v, k] for 'vk'")
+        state = state.transpose(-1, -2)
     factor, sigmoid = default_scale(scale, q), bool(beta_sigmoid)
     if g is None:
         g = None if A_log is not None else torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device)
@@ -248,6 +258,8 @@ def gated_delta_rule(
     values = (q, k, v, g, beta, state, cu_seqlens, factor, bool(l2norm), bool(return_state))
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:6])
     result, final = _differentiable(*values) if differentiated else FORWARD.call(*values)
+    if swapped and return_state:
+        final = final.transpose(-1, -2).contiguous()
     return (result, final) if return_state else result
 
 
