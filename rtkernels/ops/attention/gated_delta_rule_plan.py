@@ -174,7 +174,8 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
         launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),
         *(call.key_heads, call.d_k, *flat_strides(q, k), int(call.l2norm), call.scale),
     )  # fmt: skip
-    return [step], ({"solve": matrices} if call.corrected else {}) | {"inner": matrices, "rows": rows}
+    parts = Memory((call.chunks, call.heads, 2, CHUNK_ROWS, CHUNK_ROWS), call.dtype)
+    return [step], ({"solve": parts} if call.corrected else {}) | {"inner": matrices, "rows": rows}
 
 
 class _Shape(NamedTuple):

@@ -51,6 +51,11 @@ def by_wgmma(call: Call, device: int, forward: bool = False) -> bool:
     return "wgmma" in info.target.features and not level() and fast
 
 
+def _parts(call: Call) -> int:
+    """Return the boxes of T in a stage."""
+    return 0 if not call.corrected else 1 if call.channels else 2
+
+
 class _Shape(NamedTuple):
     """How a scan is launched."""
 
@@ -61,16 +66,18 @@ class _Shape(NamedTuple):
     shared: int
 
     @classmethod
-    def of(cls, call: Call, boxes: int, keys: int, kept: int, device: int, transitions: bool = False) -> _Shape:
+    def of(
+        cls, call: Call, boxes: int, keys: int, kept: int, factors: int, device: int, transitions: bool = False
+    ) -> _Shape:  # fmt: skip
         """Return the launch of a scan, its stages with `boxes` of 64 x 64 and `keys` tiles of keys beside the values.
 
-        `kept`: bytes beside the stages for each group.
+        `kept`: bytes beside the stages for each group; `factors`: numbers of a token that a warp keeps.
         Blocks of one group are for heads that, split so, do not need more than one block per SM.
         """
         info, tiles = device_info(device), -(-call.d_v // 64) + (-(-call.d_k // 64) if transitions else 0)
         groups = 1 if tiles == 1 or call.segments * call.heads * tiles <= info.sm_count else 2
         stage = (keys * call.width // 64 + boxes + groups) * _BOX + _NUMBERS
-        others = groups * (kept + 4 * _NUMBERS) + 16 * _MAX_STAGES + 4 * _CONSUMER_WARPS + 1024
+        others = groups * (kept + factors * _NUMBERS) + 16 * _MAX_STAGES + 4 * _CONSUMER_WARPS + 1024
         stages = min((info.shared_per_block - others) // stage, _MAX_STAGES)
         kind = _CHANNELS if call.channels else _HEADS if call.corrected else _UNCORRECTED
         grid = (-(-tiles // groups), call.heads, call.segments)
@@ -82,8 +89,9 @@ def scan(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: i
     writes, transitions = "out" in names, plans.is_first_pass(names)
     if not by_wgmma(call, device, writes or transitions):
         return plans.scan(call, q, k, v, names, device)
-    boxes, keys = int(call.corrected) + int(writes), 1 + int(writes) + int(call.channels)
-    shape = _Shape.of(call, boxes, keys, 128 * call.width if "states" in names else 0, device, transitions)
+    boxes, keys = _parts(call) + int(writes), 1 + int(writes) + int(call.channels)
+    kept, factors = 128 * call.width if "states" in names else 0, 3 if _parts(call) == 2 else 4
+    shape = _Shape.of(call, boxes, keys, kept, factors, device, transitions)
     variant = (call.token, call.width, shape.kind, writes)
     launch = SCAN_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
     return Step(launch, *call.keys, "v", *call.matrices, *plans.scan_arguments(call, names, q, k, v, shape.stages))
@@ -93,7 +101,7 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, names: dict[str, str], dev
     """Return the launch of gradients from chunk to chunk. `names`: what reverse_arguments takes."""
     if not by_wgmma(call, device):
         return plans.reverse(call, q, k, dout, names, device)
-    shape = _Shape.of(call, 1 + int(call.corrected), 2 + int(call.channels), 128 * call.width + _BOX, device)
+    shape = _Shape.of(call, 1 + _parts(call), 2 + int(call.channels), 128 * call.width + _BOX, 4, device)
     variant = (call.token, call.width, shape.kind)
     launch = REVERSE_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
     rest = plans.reverse_arguments(call, names, q, k, dout, shape.stages)
