@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(256, 2)
         }
         ptx::named_barrier_sync(1, 128);
         invert_unit_lower(x, m, thread, 1);
-        store_lower_parts(solve + (number * heads + head) * (2 * kDelta * kDelta), x, thread);
+        store_lower_parts(solve + (number * heads + head) * (2 * kDelta * kDelta), x);
     }
 }
 

@@ -149,10 +149,9 @@ __global__ void __launch_bounds__(384, 1)
             if constexpr (kOwnBetas) factors[i] = numbers[kBetas * kDelta + i];
             if constexpr (kChannels) continue;
             const float c = numbers[kDecays * kDelta + i], norm = numbers[kKeyNorms * kDelta + i], since = ptx::ex2(c);
-            float* const from = factors + (kFactors - 3) * kDelta + i;
-            from[0] = norm * since;
-            from[kDelta] = norm * decay_between(end, c);
-            from[2 * kDelta] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * since;
+            factors[(kFactors - 3) * kDelta + i] = norm * since;
+            factors[(kFactors - 2) * kDelta + i] = norm * decay_between(end, c);
+            factors[(kFactors - 1) * kDelta + i] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * since;
         }
         __syncwarp();
         const float* const betas = kOwnBetas ? factors : numbers + kBetas * kDelta;

@@ -38,11 +38,11 @@ RTK_DEVICE void store_square(T* to, const float* from, int thread) {
 }
 
 // Stores such a matrix, with nothing above its diagonal, in two parts: rounded, and the rounded remainder behind it. Of each row
-// only vectors up to the diagonal are written (fetch_lower, fetch_boxes).
+// only vectors up to the diagonal are written (fetch_lower, fetch_boxes). By the first 128 threads, or the second.
 template <typename T>
-RTK_DEVICE void store_lower_parts(T* to, const float* from, int thread) {
-#pragma unroll
-    for (int at = thread * 8; at < kDelta * kDelta; at += 128 * 8) {
+RTK_DEVICE void store_lower_parts(T* to, const float* from) {
+#pragma unroll 1
+    for (int at = static_cast<int>(this_thread()) % 128 * 8; at < kDelta * kDelta; at += 128 * 8) {
         const int row = at / kDelta, column = at % kDelta;
         if (column > row) continue;
         float f[8], rounded[8];
@@ -71,7 +71,7 @@ RTK_DEVICE void block_product(float* out, const float* left, const float* right,
     const int row = warp / 2 * 16 + g, column = warp % 2 * (SIZE / 2);
     float sums[kTiles][4];
     clear_sums(sums);
-#pragma unroll 2
+#pragma unroll 1
     for (int first = 0; first < SIZE; first += 8) {
         u32 a[2][4];
 #pragma unroll
@@ -127,6 +127,7 @@ RTK_DEVICE void invert_unit_lower(float* x, float* m, int thread, int barrier) {
         }
     }
     ptx::named_barrier_sync(barrier, 128);
+    thread = static_cast<int>(this_thread()) % 128;  // recomputed: registers
     const int corner = thread / 64 * 32 * (kPitch + 1), part = thread % 64;
     float* const upper = m + corner + 16;  // unused places
     block_product<16, false>(upper, m + corner + 16 * kPitch, x + corner, part);
