@@ -123,7 +123,7 @@ def _plan_backward(
     steps += [
         *segments.forward(call, q, k, v, names, device),
         *segments.backward(call, q, k, dout, plans.reverse_names(dfinal_state, needs_state), device),
-        plans.grads(call, q, k, v, dout, device),
+        scans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
     scratch |= plans.gradient_scratch(call) | segments.scratch(call, gradients=True)

@@ -1,4 +1,4 @@
-"""The gated delta rule from chunk to chunk: the scans of a device, by wgmma where that is faster."""
+"""The gated delta rule by wgmma where that is faster: scans from chunk to chunk, and gradients inside of chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ REVERSE_SM90 = Kernel(
     "scale:f64",
     variants=_VARIANTS,
 )  # fmt: skip
-KERNELS = (SCAN_SM90, REVERSE_SM90)
+GRADS_SM90 = Kernel(
+    "attention/gated_delta_rule_grads_sm90.cu", "gated_delta_rule_grads_sm90", template="T DK", max_registers=168,
+    needs=("wgmma",), struct=True, args=plans.GRADS_ARGUMENTS,
+    variants=[(t, d) for t in ("bf16", "fp16") for d in (64, 128)],
+)  # fmt: skip
+KERNELS = (SCAN_SM90, REVERSE_SM90, GRADS_SM90)
 
 
 def by_wgmma(call: Call, device: int, forward: bool = False) -> bool:
@@ -106,3 +111,16 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, names: dict[str, str], dev
     launch = REVERSE_SM90.bind(variant, device, shape.grid, 128 * (shape.groups + 1), shape.shared)
     rest = plans.reverse_arguments(call, names, q, k, dout, shape.stages)
     return Step(launch, *call.keys, "dout", *call.matrices, *rest)
+
+
+def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
+    """Return the launch of gradients inside chunks."""
+    info = device_info(device)
+    if call.channels or not call.corrected or "wgmma" not in info.target.features:
+        return plans.grads(call, q, k, v, dout, device)
+    kept, stage = (2 * call.width // 64 + 2) * _BOX, (3 + 2 * call.width // 64) * _BOX + _NUMBERS
+    launch = GRADS_SM90.bind(
+        (call.token, call.width), device, (call.chunks, call.key_heads), 384,
+        kept + _MAX_STAGES * stage + 16 * _MAX_STAGES + 1024,
+    )  # fmt: skip
+    return Step(launch, *plans.grads_arguments(call, q, k, v, dout, _MAX_STAGES))
