@@ -204,9 +204,9 @@ def gated_delta_rule(
     time is linear in the length. Few long sequences are split into segments that are computed at once, by counts and
     lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta, A_log,
     dt_bias and initial_state, also through the final state; deterministic. States, gates and sums are in fp32; operands
-    of products are rounded to q's dtype, except the inverse of a chunk's products of keys, which keeps twice as many bits if
-    decays are per head. With a decay per channel it is rounded, too: where beta is near 2, keys are equal and decays near
-    0 over hundreds of tokens, errors grow threefold per chunk.
+    of products are rounded to q's dtype. The inverse that a chunk needs keeps twice as many bits with a decay per head,
+    but not with one per channel: there, if beta is near 2, keys are equal and decays near 0 over hundreds of tokens,
+    errors grow threefold per chunk.
 
     Args:
         q: bfloat16 or float16 [batch, length, key heads, width], or [tokens, key heads, width] of packed sequences.
