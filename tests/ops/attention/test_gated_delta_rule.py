@@ -219,6 +219,37 @@ def test_reflections(name: str, place: str) -> None:
     tensors = [q, k, v, torch.full_like(g, decay), least + (2.0 - least) * beta, state]
     with wgmma_scans(2, 1):  # gradients by wgmma, too
         check(tensors, None, place, tolerance=2.0**-3)
+    if place in ("sm_90", "cuda"):
+        with wgmma_grads():
+            check(tensors, None, place, tolerance=2.0**-3)
+
+
+@contextmanager
+def wgmma_grads() -> Iterator[None]:
+    """Let gradients inside of chunks be by wgmma."""
+    with mock.patch.object(gated_delta_rule_scans, "_GRADS_BY_WGMMA", True):
+        Plans.forget_all()
+        yield
+    Plans.forget_all()
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_by_wgmma(name: str, place: str) -> None:
+    tokens, key_heads, heads, d_k, d_v, dtype = CASES[name]
+    with wgmma_grads():
+        check(inputs(tokens, key_heads, heads, d_k, d_v, 1, dtype), None, place)
+
+
+@at("sm_90", "cuda")
+def test_gradients_by_wgmma_of_packed_sequences(place: str) -> None:
+    with wgmma_grads():
+        tensors = inputs(80, 2, 6, 16, 72, 4, BF16)
+        ends = [0, 1, 1, 67, 77]
+        assert_equal_bits(check(tensors, ends, place), check(tensors, ends, place))
+        check([*inputs(70, 1, 2, 128, 16, 1, BF16, 20.0)], None, place)
+        q, k, *others = inputs(66, 1, 1, 16, 16, 1, BF16)
+        check([q, k / 4, *others], None, place, l2norm=False)
 
 
 @at("cuda")
@@ -277,6 +308,7 @@ def emulated_coverage() -> None:
     test_gated_delta_segments.test_packed_sequences(64, "sm_90")
     test_packed_sequences("sm_80")
     test_packed_sequences("sm_90")
+    test_gradients_by_wgmma("one", "sm_90")
     test_steps_are_the_whole("sm_90")
     test_kda.test_packed_sequences("sm_90")
     test_kda.test_steps_are_the_whole("sm_90")
