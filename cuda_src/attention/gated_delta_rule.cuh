@@ -103,6 +103,34 @@ RTK_DEVICE void store_by(int thread, T* to, i64 width, const u8* tile, int rows,
     }
 }
 
+// Where 16 x 16 blocks of the remainder of T are: above the diagonals of T and of P, the 64 rows behind it in the tile, where
+// both are 0 and nobody reads.
+struct RemainderBlock {
+    int row, column;  // the first row; columns in units of 16
+
+    RTK_DEVICE RemainderBlock(int i, int j) : row(i == j ? kDelta + i / 2 * 16 : 16 * j), column(i == j ? 2 + i % 2 : i) {}
+};
+
+// Starts the copy of T in two parts, or of P if !kParts, by 128 threads: vectors on and below the diagonal. Others of blocks
+// that have such are zero-filled.
+template <typename Tile, bool kParts, typename T>
+RTK_DEVICE void fetch_lower(int thread, u8* tile, const T* source) {
+    const ptx::SharedAddress base = ptx::shared_address(tile);
+    const int row = thread / 8, vector = thread % 8, j = vector / 2;
+    const T* from = source + row * kDelta + vector * 8;
+#pragma unroll
+    for (int i = 0; i < kDelta / 16; ++i) {
+        if (j > i) continue;
+        const bool exists = 8 * vector <= 16 * i + row;
+        ptx::cp_async_16_or_zero(base + Tile::offset(16 * i + row, vector), from + 16 * i * kDelta, exists);
+        if constexpr (kParts) {
+            const RemainderBlock at(i, j);
+            ptx::cp_async_16_or_zero(base + Tile::offset(at.row + row, 2 * at.column + vector % 2),
+                                     from + (kDelta + 16 * i) * kDelta, exists);
+        }
+    }
+}
+
 // rows_by_rows, two steps at a time: fewer registers.
 template <typename T, typename Tile, int STEPS, int N>
 RTK_DEVICE void rows_by_rows_rolled(float (&d)[N][4], const u8* left, int row, const u8* right, int column, int lane) {

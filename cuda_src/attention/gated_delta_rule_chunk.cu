@@ -1,5 +1,6 @@
-// What chunks of the gated delta rule need of their own tokens (attention/gated_delta_rule.cuh): T and P as T-typed
-// [chunks][heads][64][64], and the numbers of rows as fp32 [chunks][heads][kRowKinds][64].
+// What chunks of the gated delta rule need of their own tokens (attention/gated_delta_rule.cuh): T as T-typed
+// [chunks][heads][2][64][64], its value and the remainder of that, P as [chunks][heads][64][64], and the numbers of rows as fp32
+// [chunks][heads][kRowKinds][64].
 //
 // A block owns a chunk and a key head; two halves of it loop over its value heads on their own. Warps 0 to 3 compute M and T,
 // 16 rows each, warps 4 to 7 P. If `solve` is null, both halves compute P, of every other value head. Grid: chunks, key heads.
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(256, 2)
         }
         ptx::named_barrier_sync(1, 128);
         invert_unit_lower(x, m, thread, 1);
-        store_square(solve + (number * heads + head) * (kDelta * kDelta), x, thread);
+        store_lower_parts(solve + (number * heads + head) * (2 * kDelta * kDelta), x);
     }
 }
 

@@ -68,9 +68,14 @@ __global__ void __launch_bounds__(256, 1)
             }
             fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, dout + i0 * dout_row, dout_row, here, v_columns / 8);
             u8* const matrices = to + 2 * kKBytes + kVBytes;
-            if (solve != nullptr)
-                fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
-            fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            if constexpr (CHANNELS) {
+                if (solve != nullptr)
+                    fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+                fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            } else {
+                if (solve != nullptr) fetch_lower<CTile, true>(helper, matrices, solve + at * (2 * kDelta * kDelta));
+                fetch_lower<CTile, false>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta));
+            }
             if (helper < static_cast<int>(kRowBytes / 16))
                 ptx::cp_async_16(ptx::shared_address(matrices + 2 * kCBytes + helper * 16),
                                  rows + at * (kRowKinds * kDelta) + helper * 4);
@@ -155,6 +160,16 @@ __global__ void __launch_bounds__(256, 1)
                 ptx::named_barrier_sync(1, 128);
                 clear_sums(sums);
                 columns_by_columns<T, CTile, VTile>(sums, solve_tile, own_row, rest_tile, warp, kDelta / 16, lane);
+                if constexpr (!CHANNELS) {
+#pragma unroll
+                    for (int step = 0; step < kDelta / 16; ++step) {
+                        if (step < warp) continue;
+                        u32 a[4];
+                        const RemainderBlock at(step, warp);
+                        CTile::left_transposed(a, solve_tile, at.row, at.column, lane);
+                        by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
+                    }
+                }
             }
             u8* const drest_tile = drest_tiles + (chunk & 1) * kVBytes;
 #pragma unroll

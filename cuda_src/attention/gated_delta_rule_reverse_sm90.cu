@@ -22,12 +22,13 @@ __global__ void __launch_bounds__(384, 1)
     constexpr bool kChannels = KIND == static_cast<int>(DeltaKind::kChannels);
     constexpr bool kCorrected = KIND != static_cast<int>(DeltaKind::kUncorrected);
     constexpr u32 kKeyBytes = Boxed<kDelta, DK>::kBytes, kBoxBytes = kDelta * kTileRow;
+    constexpr int kParts = solve_parts(KIND);
     constexpr int kFactors = 4;  // of a token: beta, that of dS^T K^T, that of dR, that of dO
     extern __shared__ u8 memory[];
     const ptx::SharedAddress tiles = ptx::aligned_up<1024>(ptx::shared_address(memory));
     u8* const tile_bytes = memory + (tiles - ptx::shared_address(memory));
     const int groups = static_cast<int>(blockDim.x) / 128 - 1, count = static_cast<int>(stages);
-    const DeltaStage stage(kKeyBytes, groups, true, kCorrected, true, kChannels);
+    const DeltaStage stage(kKeyBytes, groups, true, kParts, true, kChannels);
     const u32 states_at = count * stage.bytes, dv_at = states_at + groups * (DK * kTileRow), factors_at = dv_at + groups * kBoxBytes;
     TileRing ring(tiles + factors_at + groups * (4 * kFactors * kDelta * 4), count);
 
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(384, 1)
             for (int i = 0; i < groups; ++i)
                 fetch_boxes<64>(thread, to + stage.values + i * kBoxBytes, dout + i0 * dout_row + 64 * i, dout_row, here,
                                 (static_cast<int>(d_v) - first_column) / 8 - 8 * i);
-            if constexpr (kCorrected) fetch_boxes<64>(thread, to + stage.solve, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            fetch_solve<kParts>(thread, to + stage.solve, solve, at);
             fetch_boxes<64>(thread, to + stage.inner, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
         });
         return;
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(384, 1)
             for (auto& four : words) ptx::wgmma_pin(four);
             ptx::wgmma_fence();
             multiply_packed<T, kDelta>(rest, words, keys + stage.solve, false);
+            if constexpr (kParts == 2) multiply_packed<T, kDelta>(rest, words, keys + stage.solve + kBoxBytes, true);
             ptx::wgmma_commit();
             multiply_packed<T, kDelta>(state.sums, scaled, keys + stage.queries, true);
             ptx::wgmma_commit();

@@ -5,7 +5,9 @@
 //     T = (I + M)^-1,  M = strictly lower part of beta_i (k_i . k_j) G_ij,  P = scale (q_i . k_j) G_ij
 //     R = beta (V - E K S),  U = T R,  O = scale E Q S + P U,  S_end = exp(c_end) S + (F K)^T U
 // All exponents are differences <= 0. The state and sums are fp32; T, P, R, U and the state as an operand are rounded to
-// the type of the inputs. Keys and queries that are to be normalised (r x, r = 1 / sqrt(sum x^2 + 1e-6)) stay as they
+// the type of the inputs. With a decay per head T is the sum of two such numbers, value and remainder: where betas are near 2
+// and keys alike, T has entries near 2 of alternating signs that nearly cancel, and their roundings, which need not, would
+// multiply the error of the state from chunk to chunk. Keys and queries that are to be normalised (r x, r = 1 / sqrt(sum x^2 + 1e-6)) stay as they
 // are in products; r multiplies sums.
 //
 // Without the correction by the state (SSD of Mamba-2, `solve` null, kUncorrected): T = I, M = 0 and R = U = beta V.

@@ -65,11 +65,14 @@ __global__ void __launch_bounds__(256, 1)
             }
             fetch_by<VTile, kDelta>(helper, to + 2 * kKBytes, v + i0 * v_row, v_row, here, v_columns / 8);
             u8* const matrices = to + 2 * kKBytes + kVBytes;
-            fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            if constexpr (CHANNELS) fetch_by<CTile, kDelta>(helper, matrices, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            else fetch_lower<CTile, true>(helper, matrices, solve + at * (2 * kDelta * kDelta));
             if (writes) {
+                const T* const pairs = inner + at * (kDelta * kDelta);
                 if constexpr (!CHANNELS)
                     fetch_by<KTile, kDelta>(helper, to + kKBytes, q + i0 * q_row, q_row, here, k_vectors);
-                fetch_by<CTile, kDelta>(helper, matrices + kCBytes, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
+                if constexpr (CHANNELS) fetch_by<CTile, kDelta>(helper, matrices + kCBytes, pairs, kDelta, kDelta, 8);
+                else fetch_lower<CTile, false>(helper, matrices + kCBytes, pairs);
             }
             if (helper < static_cast<int>(kRowBytes / 16))
                 ptx::cp_async_16(ptx::shared_address(matrices + 2 * kCBytes + helper * 16),
@@ -152,6 +155,11 @@ __global__ void __launch_bounds__(256, 1)
                 u32 a[4];
                 CTile::left(a, solve_tile, own_row, step, lane);
                 by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
+                if constexpr (!CHANNELS) {
+                    const RemainderBlock at(warp, step);
+                    CTile::left(a, solve_tile, at.row, at.column, lane);
+                    by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
+                }
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {

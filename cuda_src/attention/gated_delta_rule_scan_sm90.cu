@@ -25,12 +25,15 @@ __global__ void __launch_bounds__(384, 1)
     constexpr bool kChannels = KIND == static_cast<int>(DeltaKind::kChannels);
     constexpr bool kCorrected = KIND != static_cast<int>(DeltaKind::kUncorrected);
     constexpr u32 kKeyBytes = Boxed<kDelta, DK>::kBytes, kBoxBytes = kDelta * kTileRow;
-    constexpr int kFactors = 4;  // of a token: beta, before, later, and that of the query
+    constexpr int kParts = solve_parts(KIND);
+    // Of a token: beta, before, later, and that of the query. With T in two parts betas are read where they are: three stages fit.
+    constexpr bool kOwnBetas = kParts != 2;
+    constexpr int kFactors = kOwnBetas ? 4 : 3;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress tiles = ptx::aligned_up<1024>(ptx::shared_address(memory));
     u8* const tile_bytes = memory + (tiles - ptx::shared_address(memory));
     const int groups = static_cast<int>(blockDim.x) / 128 - 1, count = static_cast<int>(stages);
-    const DeltaStage stage(kKeyBytes, groups, WRITES, kCorrected, WRITES, kChannels);
+    const DeltaStage stage(kKeyBytes, groups, WRITES, kParts, WRITES, kChannels);
     const u32 states_at = count * stage.bytes, factors_at = states_at + (states != nullptr ? groups * DK * kTileRow : 0);
     const u32 ring_at = factors_at + groups * (4 * kFactors * kDelta * 4);
     TileRing ring(tiles + ring_at, count);
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(384, 1)
             for (int i = 0; i < groups; ++i)
                 fetch_boxes<64>(thread, to + stage.values + i * kBoxBytes, v + i0 * v_row + 64 * i, v_row, here,
                                 (static_cast<int>(d_v) - first_column) / 8 - 8 * i);
-            if constexpr (kCorrected) fetch_boxes<64>(thread, to + stage.solve, solve + at * (kDelta * kDelta), kDelta, kDelta, 8);
+            fetch_solve<kParts>(thread, to + stage.solve, solve, at);
             if constexpr (WRITES) fetch_boxes<64>(thread, to + stage.inner, inner + at * (kDelta * kDelta), kDelta, kDelta, 8);
         });
         return;
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(384, 1)
     const WarpColumns place(warp, lane);
     const ptx::SharedAddress state_box = tiles + states_at + group * (DK * kTileRow);
     float* const factors = reinterpret_cast<float*>(tile_bytes + factors_at) + warp * (kFactors * kDelta);
-    const float *const betas = factors, *const before = factors + kDelta, *const later = before + kDelta, *const of_query = later + kDelta;
+    const float *const before = factors + (kFactors - 3) * kDelta, *const later = before + kDelta, *const of_query = later + kDelta;
     const float by_value = skip != nullptr ? skip[head] : 0.0f;
     const i64 result_row = WRITES ? heads * d_v : d_v;
     if constexpr (WRITES) out += (((cu != nullptr ? 0 : batch * length) + own.first) * heads + head) * d_v + column0;
@@ -143,14 +146,15 @@ __global__ void __launch_bounds__(384, 1)
         __syncwarp();
 #pragma unroll
         for (int i = lane; i < kDelta; i += kWarp) {
-            factors[i] = numbers[kBetas * kDelta + i];
+            if constexpr (kOwnBetas) factors[i] = numbers[kBetas * kDelta + i];
             if constexpr (kChannels) continue;
             const float c = numbers[kDecays * kDelta + i], norm = numbers[kKeyNorms * kDelta + i], since = ptx::ex2(c);
-            factors[kDelta + i] = norm * since;
-            factors[2 * kDelta + i] = norm * decay_between(end, c);
-            factors[3 * kDelta + i] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * since;
+            factors[(kFactors - 3) * kDelta + i] = norm * since;
+            factors[(kFactors - 2) * kDelta + i] = norm * decay_between(end, c);
+            factors[(kFactors - 1) * kDelta + i] = static_cast<float>(scale) * numbers[kQueryNorms * kDelta + i] * since;
         }
         __syncwarp();
+        const float* const betas = kOwnBetas ? factors : numbers + kBetas * kDelta;
         place.read(values, tile_bytes + at + stage.values + group * kBoxBytes);
         u32 update[kDelta / 16][4], decayed[kDelta / 16][4];
         if constexpr (kCorrected) {
@@ -171,6 +175,7 @@ __global__ void __launch_bounds__(384, 1)
             for (auto& words : values) ptx::wgmma_pin(words);
             ptx::wgmma_fence();
             packed_by_rows<T>(product, values, keys + stage.solve, false);
+            if constexpr (kParts == 2) packed_by_rows<T>(product, values, keys + stage.solve + kBoxBytes, true);
             ptx::wgmma_commit();
             if constexpr (kChannels) state.decay_channels(numbers, t);
             else state.decay(ptx::ex2(end));

@@ -20,6 +20,11 @@ enum class DeltaKind { kHeads, kChannels, kUncorrected };  // a decay per head, 
 
 inline constexpr int kProducerWarps = 4;
 
+// Parts of T.
+RTK_DEVICE constexpr int solve_parts(int kind) {
+    return kind == static_cast<int>(DeltaKind::kHeads) ? 2 : kind == static_cast<int>(DeltaKind::kChannels) ? 1 : 0;
+}
+
 // Stages of tiles between the producer's warps and the consumers', as common/pipeline.cuh, with a number of stages that
 // is known at run time: 2 or 3.
 struct TileRing {
@@ -75,8 +80,8 @@ RTK_DEVICE void produce_tiles(TileRing ring, int chunks, Fetch fetch) {
 }
 
 // Starts the copy of 64 rows of a tile (Boxed<64, COLUMNS>) by 128 threads. Rows from `rows` on, and vectors from
-// `vectors` on, are zero-ready.
-template <int COLUMNS, typename T>
+// `vectors` on, are zero-filled; with LOWER also vectors behind the diagonal, whatever memory holds there.
+template <int COLUMNS, bool LOWER = false, typename T>
 RTK_DEVICE void fetch_boxes(int thread, ptx::SharedAddress tile, const T* source, i64 row_stride, int rows, int vectors) {
     constexpr int kVectors = COLUMNS / 8, kStep = 128 / kVectors;
     const int row = thread / kVectors, vector = thread % kVectors, last = vector < vectors ? rows : 0;
@@ -85,9 +90,19 @@ RTK_DEVICE void fetch_boxes(int thread, ptx::SharedAddress tile, const T* source
 #pragma unroll
     for (int i = 0; i < kDelta / kStep; ++i) {
         const int at = row + i * kStep;
-        ptx::cp_async_16_or_zero(box + (at * kTileRow + ((vector % 8 ^ (at & 7)) << 4)), from, at < last);
+        ptx::cp_async_16_or_zero(box + (at * kTileRow + ((vector % 8 ^ (at & 7)) << 4)), from,
+                                 at < last && (!LOWER || at >= 8 * vector));
         from = settled(from + kStep * row_stride);
     }
+}
+
+// Starts the copy of T of chunk and head `at` by 128 threads, in two parts to two boxes with a decay per head.
+template <int PARTS, typename T>
+RTK_DEVICE void fetch_solve(int thread, ptx::SharedAddress to, const T* solve, i64 at) {
+    const T* const from = solve + at * (PARTS * kDelta * kDelta);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+        fetch_boxes<64, PARTS == 2>(thread, to + part * (kDelta * kTileRow), from + part * (kDelta * kDelta), kDelta, kDelta, 8);
 }
 
 // A warp's 16 of 64 columns of v in a box: rows of tokens or of keys, each 32 bytes. Fragments have a column per row, and
@@ -220,11 +235,12 @@ struct TransposedState {
 struct DeltaStage {
     u32 queries, values, solve, inner, after, numbers, bytes;
 
-    RTK_DEVICE DeltaStage(u32 key_bytes, int groups, bool has_queries, bool has_solve, bool has_inner, bool has_after) {
+    // `solves`: boxes of T, with its remainder behind it if there are two.
+    RTK_DEVICE DeltaStage(u32 key_bytes, int groups, bool has_queries, int solves, bool has_inner, bool has_after) {
         queries = key_bytes;
         values = queries + (has_queries ? key_bytes : 0);
         solve = values + groups * (kDelta * kTileRow);
-        inner = solve + (has_solve ? kDelta * kTileRow : 0);
+        inner = solve + solves * (kDelta * kTileRow);
         after = inner + (has_inner ? kDelta * kTileRow : 0);
         numbers = after + (has_after ? key_bytes : 0);
         bytes = numbers + kRowKinds * kDelta * 4;

@@ -1,6 +1,7 @@
 // Shared by the kernels that prepare chunks, with a decay per head or per channel: norms of rows, stores of matrices, and the
 // inverse of a unit lower triangular matrix of a chunk, 64 x 64 in fp32 in shared memory: blocks of 16 x 16 by
-// substitution, one warp each, then pairs of blocks, then pairs of those, by -B^-1 C A^-1.
+// substitution, one warp each, then pairs of blocks, then pairs of those, by -B^-1 C A^-1. These products are by tensor cores,
+// with operands in two parts of tf32 each, so that they have about the precision of fp32.
 #pragma once
 #include "attention/gated_delta_rule.cuh"
 
@@ -36,31 +37,63 @@ RTK_DEVICE void store_square(T* to, const float* from, int thread) {
     }
 }
 
-// out = -+ left by right for SIZE x SIZE blocks, by 4 SIZE threads.
+// Stores such a matrix, with nothing above its diagonal, in two parts: rounded, and the rounded remainder behind it. Of each row
+// only vectors up to the diagonal are written (fetch_lower, fetch_boxes). By the first 128 threads, or the second.
+template <typename T>
+RTK_DEVICE void store_lower_parts(T* to, const float* from) {
+#pragma unroll 1
+    for (int at = static_cast<int>(this_thread()) % 128 * 8; at < kDelta * kDelta; at += 128 * 8) {
+        const int row = at / kDelta, column = at % kDelta;
+        if (column > row) continue;
+        float f[8], rounded[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) f[i] = from[row * kSolvePitch + column + i];
+        const Raw<16> raw = pack<T, 8>(f);
+        unpack<T, 8>(raw, rounded);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) f[i] -= rounded[i];
+        ptx::st<16>(to + at, raw);
+        store<T, 8>(to + kDelta * kDelta + at, f);
+    }
+}
+
+// The parts of an operand in tf32, of which the tensor cores ignore the low 13 bits.
+RTK_DEVICE void split_tf32(u32& high, u32& low, float x) {
+    high = __float_as_uint(x) & 0xffffe000u;
+    low = __float_as_uint(x - __uint_as_float(high));
+}
+
+// out = -+ left by right for SIZE x SIZE blocks, by 4 SIZE threads: 16 rows and SIZE / 2 columns per warp.
 template <int SIZE, bool kNegative>
 RTK_DEVICE void block_product(float* out, const float* left, const float* right, int thread) {
-    constexpr int kColumns = SIZE / 4;
-    const int row = thread / 4, column = thread % 4 * kColumns;
-    float sum[kColumns];
+    constexpr int kTiles = SIZE / 16, kPitch = kSolvePitch;
+    const int lane = thread % kWarp, warp = thread / kWarp, g = lane / 4, t = lane % 4;
+    const int row = warp / 2 * 16 + g, column = warp % 2 * (SIZE / 2);
+    float sums[kTiles][4];
+    clear_sums(sums);
+#pragma unroll 1
+    for (int first = 0; first < SIZE; first += 8) {
+        u32 a[2][4];
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) sum[c] = 0.0f;
-#pragma unroll 2
-    for (int first = 0; first < SIZE; first += 4) {
-        const float4 lefts = *reinterpret_cast<const float4*>(left + row * kSolvePitch + first);
-        const float by[4] = {lefts.x, lefts.y, lefts.z, lefts.w};
+        for (int i = 0; i < 4; ++i) split_tf32(a[0][i], a[1][i], left[(row + i % 2 * 8) * kPitch + first + i / 2 * 4 + t]);
 #pragma unroll
-        for (int l = 0; l < 4; ++l)
+        for (int n = 0; n < kTiles; ++n) {
+            u32 b[2][2];
 #pragma unroll
-            for (int c = 0; c < kColumns; c += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(right + (first + l) * kSolvePitch + column + c);
-                sum[c] += by[l] * four.x, sum[c + 1] += by[l] * four.y, sum[c + 2] += by[l] * four.z, sum[c + 3] += by[l] * four.w;
-            }
+            for (int h = 0; h < 2; ++h) split_tf32(b[0][h], b[1][h], right[(first + 4 * h + t) * kPitch + column + 8 * n + g]);
+            ptx::mma_m16n8k8_tf32(sums[n], a[1], b[0]);
+            ptx::mma_m16n8k8_tf32(sums[n], a[0], b[1]);
+            ptx::mma_m16n8k8_tf32(sums[n], a[0], b[0]);
+        }
     }
 #pragma unroll
-    for (int c = 0; c < kColumns; c += 4)
-        *reinterpret_cast<float4*>(out + row * kSolvePitch + column + c) =
-            kNegative ? make_float4(-sum[c], -sum[c + 1], -sum[c + 2], -sum[c + 3])
-                      : make_float4(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]);
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
+            *reinterpret_cast<float2*>(out + (row + 8 * r) * kPitch + column + 8 * n + 2 * t) =
+                kNegative ? make_float2(-lo, -hi) : make_float2(lo, hi);
+        }
 }
 
 // x = (I + m)^-1, m strictly lower, by 128 threads that share a barrier. The part of m above its diagonal is clobbered.
@@ -94,6 +127,7 @@ RTK_DEVICE void invert_unit_lower(float* x, float* m, int thread, int barrier) {
         }
     }
     ptx::named_barrier_sync(barrier, 128);
+    thread = static_cast<int>(this_thread()) % 128;  // recomputed: registers
     const int corner = thread / 64 * 32 * (kPitch + 1), part = thread % 64;
     float* const upper = m + corner + 16;  // unused places
     block_product<16, false>(upper, m + corner + 16 * kPitch, x + corner, part);

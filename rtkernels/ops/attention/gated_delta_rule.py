@@ -126,7 +126,7 @@ def _plan_backward(
     steps += [
         *segments.forward(call, q, k, v, names, device),
         *segments.backward(call, q, k, dout, plans.reverse_names(dfinal_state, needs_state), device),
-        plans.grads(call, q, k, v, dout, device),
+        scans.grads(call, q, k, v, dout, device),
     ]
     tails = (("dq", call.key_heads, call.d_k), ("dk", call.key_heads, call.d_k), ("dv", call.heads, call.d_v))
     scratch |= plans.gradient_scratch(call) | segments.scratch(call, gradients=True)
@@ -208,8 +208,9 @@ def gated_delta_rule(
     time is linear in the length. Few long sequences are split into segments that are computed at once, by counts and
     lengths that the host knows: packed sequences count as equally long. Differentiable in q, k, v, g, beta, A_log,
     dt_bias and initial_state, also through the final state; deterministic. States, gates and sums are in fp32; operands
-    of products are rounded to q's dtype. Where beta is near 2, keys are equal and decays near 0 over hundreds of
-    tokens, these roundings grow threefold per chunk.
+    of products are rounded to q's dtype. The inverse that a chunk needs keeps twice as many bits with a decay per head,
+    but not with one per channel: there, if beta is near 2, keys are equal and decays near 0 over hundreds of tokens,
+    errors grow threefold per chunk.
 
     Args:
         q: bfloat16 or float16 [batch, length, key heads, width], or [tokens, key heads, width] of packed sequences.

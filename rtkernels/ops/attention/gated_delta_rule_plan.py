@@ -49,11 +49,13 @@ REVERSE = Kernel(
     "scale:f64",
     variants=_SCANS,
 )  # fmt: skip
+GRADS_ARGUMENTS = (
+    "q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
+    f"dbeta:ptr sequences:i64 {SIZES} {stride_arguments('q k v dout')} flags:i64 stages:i64 scale:f64"
+)
 GRADS = Kernel(
     "attention/gated_delta_rule_grads.cu", "gated_delta_rule_grads", template="T DK", max_registers=255, struct=True,
-    args="q:ptr k:ptr v:ptr dout:ptr rows:ptr cu:ptr states:ptr dstates:ptr updates:ptr drest:ptr dq:ptr dk:ptr dg:ptr "
-    f"dbeta:ptr sequences:i64 {SIZES} {stride_arguments('q k v dout')} flags:i64 stages:i64 scale:f64",
-    variants=_TYPES,
+    args=GRADS_ARGUMENTS, variants=_TYPES,
 )  # fmt: skip
 STEP = Kernel(
     "attention/gated_delta_rule_step.cu", "gated_delta_rule_step", template="T S CHANNELS", max_registers=128,
@@ -174,7 +176,8 @@ def inside_chunks(call: Call, q: Meta, k: Meta, device: int) -> tuple[list[Step]
         launch, *("q", "k", "g", "beta", call.cu, *call.matrices[:3], call.sequences, call.length, call.heads),
         *(call.key_heads, call.d_k, *flat_strides(q, k), int(call.l2norm), call.scale),
     )  # fmt: skip
-    return [step], ({"solve": matrices} if call.corrected else {}) | {"inner": matrices, "rows": rows}
+    parts = Memory((call.chunks, call.heads, 2, CHUNK_ROWS, CHUNK_ROWS), call.dtype)
+    return [step], ({"solve": parts} if call.corrected else {}) | {"inner": matrices, "rows": rows}
 
 
 class _Shape(NamedTuple):
@@ -265,8 +268,13 @@ def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Ste
     stages = min(2 if fits else 1, _MAX_STAGES)
     shared = 2 * keys + stages * stage
     launch = GRADS.bind((call.token, call.width), device, (call.chunks, call.key_heads), 256, shared)
-    return Step(
-        launch, *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
+    return Step(launch, *grads_arguments(call, q, k, v, dout, stages))
+
+
+def grads_arguments(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, stages: int) -> tuple:
+    """Return the arguments of gradients inside chunks, with a decay per head."""
+    return (
+        *("q", "k", "v", "dout", "rows", call.cu, "states", "dstates", "updates", "drest", "dq", "dk", "dg"),
         *("dbeta", call.sequences, call.length, call.heads, call.key_heads, call.d_k, call.d_v),
         *(*flat_strides(q, k, v, dout), int(call.l2norm) + 2 * (not call.corrected), stages, call.scale),
     )  # fmt: skip
