@@ -122,32 +122,32 @@ __global__ void __launch_bounds__(384, 1)
                 q_state.advance();
             }
             if constexpr (kByte) {
-                // Converts keys of a tile, then loads those of `after`, if it exists, two tiles on.
-                auto convert_keys = [&](int after, const PageBox& box) {
-                    k_codes.wait(k_coded);
-                    k_pipe.acquire(k_state);
-                    k_codes.template convert<T>(k_tiles + k_state.stage * KeyTile::kBytes, k_coded.stage);
-                    ptx::fence_async_shared();
-                    k_pipe.commit_warp(k_state);
-                    k_state.advance();
-                    if (after >= first) k_codes.fetch(box, k_map, tile.head, k_coded.stage);
-                    k_coded.advance();
-                };
-                PageBox next = boxes(max(last - 2, first));
-                convert_keys(last - 2, next);
+                // Keys of tile n - 1, then values of tile n; behind each, codes of the same kind two tiles on are loaded.
+                PageBox next = boxes(last);
 #pragma unroll 1
-                for (int n = last; n >= first; --n) {
+                for (int n = last + 1; n >= first; --n) {
                     const PageBox after = boxes(max(n - 3, first));
-                    if (n > first) convert_keys(n - 3, after);
-                    v_codes.wait(v_coded);
-                    if (n * BN + BN > keys) v_codes.clear(keys - n * BN, v_coded.stage);
-                    v_pipe.acquire(v_state);
-                    v_codes.template convert<V>(v_tiles + v_state.stage * KeyTile::kBytes, v_coded.stage);
-                    ptx::fence_async_shared();
-                    v_pipe.commit_warp(v_state);
-                    v_state.advance();
-                    if (n - 2 >= first) v_codes.fetch(next, v_map, tile.head, v_coded.stage);
-                    v_coded.advance();
+                    if (n > first) {
+                        k_codes.wait(k_coded);
+                        k_pipe.acquire(k_state);
+                        k_codes.template convert<T>(k_tiles + k_state.stage * KeyTile::kBytes, k_coded.stage);
+                        ptx::fence_async_shared();
+                        k_pipe.commit_warp(k_state);
+                        k_state.advance();
+                        if (n - 3 >= first) k_codes.fetch(after, k_map, tile.head, k_coded.stage);
+                        k_coded.advance();
+                    }
+                    if (n <= last) {
+                        v_codes.wait(v_coded);
+                        if (n * BN + BN > keys) v_codes.clear(keys - n * BN, v_coded.stage);
+                        v_pipe.acquire(v_state);
+                        v_codes.template convert<V>(v_tiles + v_state.stage * KeyTile::kBytes, v_coded.stage);
+                        ptx::fence_async_shared();
+                        v_pipe.commit_warp(v_state);
+                        v_state.advance();
+                        if (n - 2 >= first) v_codes.fetch(next, v_map, tile.head, v_coded.stage);
+                        v_coded.advance();
+                    }
                     next = after;
                 }
                 continue;
@@ -190,7 +190,6 @@ __global__ void __launch_bounds__(384, 1)
 
     ptx::registers_take<kByte ? 216 : 232>();
     const int wg = warp / 4, own_row = wg * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
-    const bool speaks = lane == 0;
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + wg, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (wg + 1) % kGroups, 256); };
     if (wg == kGroups - 1) pass_cores();

@@ -29,9 +29,16 @@ RTK_DEVICE u32 codes_to_f16x2(u32 word) {
     }
 }
 
-template <typename T, int CODES, int FIRST, int SECOND>
+// The codes in the lower (HALF 0) or the upper two bytes of a word as a pair of T.
+template <typename T, int CODES, int HALF>
 RTK_DEVICE u32 codes_to_pair(u32 word) {
-    const u32 halves = codes_to_f16x2<CODES, FIRST, SECOND>(word);
+#if RTK_HAS_FP8_CVT
+    // A shift becomes part of the conversion, a permutation of bytes does not.
+    const u32 halves = CODES == kCodesE4m3 ? ptx::cvt_e4m3x2_to_f16x2(static_cast<u16>(word >> 16 * HALF))
+                                           : codes_to_f16x2<CODES, 2 * HALF, 2 * HALF + 1>(word);
+#else
+    const u32 halves = codes_to_f16x2<CODES, 2 * HALF, 2 * HALF + 1>(word);
+#endif
     if constexpr (is_same<T, fp16>::value) return halves;
     return ptx::cvt_bf16x2(ptx::cvt_f16_to_f32(static_cast<u16>(halves)), ptx::cvt_f16_to_f32(static_cast<u16>(halves >> 16)));
 }
@@ -41,8 +48,8 @@ template <typename T, int CODES>
 RTK_DEVICE void codes_to_vectors(Raw<16> (&to)[2], const Raw<16>& codes) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        to[w / 2].w[w % 2 * 2] = codes_to_pair<T, CODES, 0, 1>(codes.w[w]);
-        to[w / 2].w[w % 2 * 2 + 1] = codes_to_pair<T, CODES, 2, 3>(codes.w[w]);
+        to[w / 2].w[w % 2 * 2] = codes_to_pair<T, CODES, 0>(codes.w[w]);
+        to[w / 2].w[w % 2 * 2 + 1] = codes_to_pair<T, CODES, 1>(codes.w[w]);
     }
 }
 
