@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(384, 1)
         const Interval all = seen.mask.keys_all(seen.query(wg * 64), seen.query(wg * 64 + 63) + 1);
 
         const float key_scale = kByte && k_scale != nullptr ? k_scale[position(index).head * k_scale_head] : 1.0f;
-        const float times_products = static_cast<float>(scale) * key_scale;
-        const float factor = EXTRAS != 0 ? 1.0f : kByte ? positive_factor(times_products) : times_products * kLog2e;
+        const float product_scale = static_cast<float>(scale) * key_scale;
+        const float factor = EXTRAS != 0 ? 1.0f : kByte ? positive_factor(product_scale) : product_scale * kLog2e;
 
         SoftmaxState state;
         float o[D / 2];
@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(384, 1)
         // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
         auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
             if constexpr (EXTRAS != 0) {
-                make_scores(s, times_products, static_cast<float>(softcap));
-            } else if (kByte && times_products < 0.0f) {
+                make_scores(s, product_scale, static_cast<float>(softcap));
+            } else if (kByte && product_scale < 0.0f) {
 #pragma unroll
                 for (float& x : s) x = -x;
             }

@@ -2,7 +2,7 @@
 //
 // A warp loads codes by TMA to a ring of its own, two stages of keys and two of values, and converts them to operands of
 // wgmma: keys to the type of q, values to fp16, which all codes have exactly. The next tile but one is loaded to a stage
-// as soon as it has been converted. Rows of codes are 128 bytes, with the 128-byte swizzle; eight lanes convert half of
+// as soon as it has been converted. Rows of codes are 128 bytes (TMA adds zeros), with the 128-byte swizzle; eight lanes convert half of
 // row r and of row r ^ 5 at a time, so that neither loads nor stores have bank conflicts. Rows of values past the last key
 // are cleared before they are converted, because codes may be NaN.
 #pragma once
@@ -12,11 +12,10 @@
 
 namespace rtk {
 
-// The factor of scores in units of log2 whose keys have a scale of any sign: that of its magnitude. It is not 0, because -inf
-// stands for keys that a query does not see.
-RTK_DEVICE float positive_factor(float times) {
+// |scale| in units of log2 as a factor of scores. It is never 0: a score of -inf, which is masked, must stay what it is.
+RTK_DEVICE float positive_factor(float scale) {
     constexpr float kSmallest = 1.17549435e-38f;
-    const float factor = fabsf(times) * kLog2e;
+    const float factor = fabsf(scale) * kLog2e;
     return factor < kSmallest ? kSmallest : factor;
 }
 

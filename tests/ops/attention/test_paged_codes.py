@@ -1,4 +1,4 @@
-"""attention_varlen over pages of 8-bit codes by wgmma: sizes of pages, scales of any kind, NaN, which kernel is chosen."""
+"""attention_varlen over pages of 8-bit codes by wgmma: sizes of pages, scales of any sign, NaN, the kernel's choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.places import at, emulated, order_test
 from rtkernels import batch_invariant, emulate
 from rtkernels.ops.attention import paged_plan
 
-# Lengths end inside of a tile of 128 keys, at its end, and after one, in the rows of each of the four warps that convert.
+# Lengths end inside of a tile of 128 keys, at its end and after it, in rows of different warps that convert.
 TILES = ((3, 270), (9, 128), (1, 129), (2, 385), (0, 40), (5, 0), (4, 33))
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pages of 16": ({"lengths": TILES, "heads": (4, 2)}, {"causal": True}),
@@ -92,17 +92,17 @@ test_every_order_of_threads = order_test(run, 16, 64)
 
 @emulated
 def test_bits_do_not_depend_on_other_sequences() -> None:
-    """A sequence alone has the bits that it has in a batch, and so has each of its queries; a soft cap changes nothing."""
+    """The last query of a sequence has the same bits alone and in a batch, also with a soft cap."""
     batch = Batch(((5, 137), (40, 250), (1, 20)), heads=(4, 2), cache=E4M3)
     for softcap in (0.0, 2.0):
         with emulate("sm_90"), batch_invariant(1):
             out, _ = batch.call(causal=True, softcap=softcap)
-            for b, (queries, keys) in enumerate(batch.lengths):
+            for b, (_, keys) in enumerate(batch.lengths):
                 last = int(batch.ends[b + 1])
                 alone = Batch(((1, keys),), heads=(4, 2), cache=E4M3)
                 alone.q, alone.pools, alone.scales = batch.q[last - 1 : last], batch.pools, batch.scales
                 alone.table, alone.used = batch.table[b : b + 1], batch.used[b : b + 1]
-                assert torch.equal(alone.call(causal=True, softcap=softcap)[0][0], out[last - 1]), (b, queries)
+                assert torch.equal(alone.call(causal=True, softcap=softcap)[0][0], out[last - 1]), b
 
 
 def test_which_kernel_takes_codes(monkeypatch: pytest.MonkeyPatch) -> None:
