@@ -36,13 +36,6 @@ RTK_DEVICE void copy_rows(u8* to, At at, From from, int rows, int vectors) {
     }
 }
 
-template <typename T, int CODES, int FIRST, int SECOND>
-RTK_DEVICE u32 codes_to_pair(u32 word) {
-    const u32 halves = codes_to_f16x2<CODES, FIRST, SECOND>(word);
-    if constexpr (is_same<T, fp16>::value) return halves;
-    return ptx::cvt_bf16x2(ptx::cvt_f16_to_f32(static_cast<u16>(halves)), ptx::cvt_f16_to_f32(static_cast<u16>(halves >> 16)));
-}
-
 // Converts ROWS rows of D codes to a tile of T.
 template <typename T, int CODES, int ROWS, int D>
 RTK_DEVICE void convert_rows(u8* tile, const u8* codes) {
@@ -50,13 +43,8 @@ RTK_DEVICE void convert_rows(u8* tile, const u8* codes) {
 #pragma unroll
     for (int i = 0; i < ROWS * D / 16; i += kPagedThreads) {
         const int place = i + static_cast<int>(this_thread()), row = place / (D / 16), vector = place % (D / 16);
-        const Raw<16> raw = ptx::ld_shared_16(from + place * 16);
         Raw<16> pairs[2];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            pairs[w / 2].w[w % 2 * 2] = codes_to_pair<T, CODES, 0, 1>(raw.w[w]);
-            pairs[w / 2].w[w % 2 * 2 + 1] = codes_to_pair<T, CODES, 2, 3>(raw.w[w]);
-        }
+        codes_to_vectors<T, CODES>(pairs, ptx::ld_shared_16(from + place * 16));
 #pragma unroll
         for (int half = 0; half < 2; ++half) ptx::st_shared_16(to + MmaTile<D>::offset(row, 2 * vector + half), pairs[half]);
     }

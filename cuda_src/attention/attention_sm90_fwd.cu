@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
 
         if (!own.any.empty()) {
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
-            multiply_tiles<T, QTile, KTile, VTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe}, pipe_states,
+            multiply_tiles<T, T, QTile, KTile, VTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe}, pipe_states,
                                                                 q_tile + group * 64 * kTileRow, k_tiles, v_tiles, first, last,
                                                                 wait_for_cores, pass_cores, to_probabilities);
         }

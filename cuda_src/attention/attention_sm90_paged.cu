@@ -1,14 +1,18 @@
 // Attention of packed queries over a paged KV cache on sm_90a: rows and tiles as in attention_paged.cu, pipelines and
-// products as in attention_sm90_fwd.cu, for caches of q's type and 1, 2, 4 .. 64 heads that share keys.
+// products as in attention_sm90_fwd.cu, for 1, 2, 4 .. 64 heads that share keys.
 //
 // One warp loads: q by one TMA box per 64 columns (heads that share keys, then queries), keys and values by boxes of
 // `unit` keys, which never cross a page, one lane per box. The page of a lane's keys is looked up before it waits for
 // the stage; entries of the page table after the last key are not read. Values past the last key are cleared, because
 // they may be NaN, which a probability of 0 does not hide.
 //
+// An 8-bit cache (CODES) is loaded as it is by four warps, which convert it to tiles of 16 bits (sm90_page_codes.cuh);
+// the scale of keys is part of the factor of scores, that of values of the factor of results.
+//
 // EXTRAS: 1 for a soft cap.
 #include "attention/paged_rows.cuh"
 #include "attention/sm90_forward.cuh"
+#include "attention/sm90_page_codes.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/forget.cuh"
@@ -16,52 +20,46 @@
 
 namespace rtk {
 
-// Boxes of the keys of a tile, one per lane. Boxes after the last key are loaded from where the first one is.
-struct PageBox {
-    int page, slot, row;  // row: of the tile
-
-    RTK_DEVICE PageBox(const i32* pages, int tile, int tile_keys, int keys, int unit, int page_size, i64 page_divisor) {
-        row = static_cast<int>(threadIdx.x) % kWarp * unit;
-        const int key = tile * tile_keys + (row < tile_keys && tile * tile_keys + row < keys ? row : 0);
-        const int index = static_cast<int>(divided(static_cast<u32>(key), page_divisor));
-        page = pages[index];
-        slot = key - index * page_size;
-    }
-
-    // Called by a warp: announces all boxes at a barrier and loads them.
-    template <typename Tile>
-    RTK_DEVICE void fetch(ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress full, int head) const {
-        if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytes);
-        __syncwarp();
-        if (row * kTileRow < Tile::kBoxBytes) {
+// Called by a warp: announces all boxes of a tile at a barrier and loads them.
+template <typename Tile>
+RTK_DEVICE void fetch_pages(const PageBox& box, ptx::SharedAddress to, const ptx::TensorMap& map, ptx::SharedAddress full, int head) {
+    if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive_expect(full, Tile::kBytes);
+    __syncwarp();
+    if (box.row * kTileRow < Tile::kBoxBytes) {
 #pragma unroll
-            for (int i = 0; i < Tile::kBoxes; ++i)
-                ptx::tma_load_4d(to + i * Tile::kBoxBytes + row * kTileRow, map, full, 64 * i, slot, head, page);
-        }
-        __syncwarp();
+        for (int i = 0; i < Tile::kBoxes; ++i)
+            ptx::tma_load_4d(to + i * Tile::kBoxBytes + box.row * kTileRow, map, full, 64 * i, box.slot, head, box.page);
     }
-};
+    __syncwarp();
+}
 
-template <typename T, int D, int BN, int EXTRAS>
+template <typename T, int D, int BN, int EXTRAS, int CODES>
 __global__ void __launch_bounds__(384, 1)
     attention_sm90_paged(const __grid_constant__ ptx::TensorMap q_map, const __grid_constant__ ptx::TensorMap k_map,
                          const __grid_constant__ ptx::TensorMap v_map, T* out, float* lse, const float* sinks, const i32* cu_q,
                          const i32* lengths, const i32* table, u32* counter, i64 sequences, i64 tiles, i64 section,
                          i64 heads_kv, i64 group, i64 group_divisor, i64 lkv, i64 d_v, i64 unit, i64 page_size,
                          i64 page_divisor, i64 table_row, i64 out_row, i64 out_head, i64 lse_head, i64 left, i64 right,
-                         double scale, double softcap) {
+                         double scale, double softcap, const float* k_scale, const float* v_scale, i64 k_scale_head,
+                         i64 v_scale_head) {
     constexpr int kGroups = 2, BM = 64 * kGroups, kConsumers = 4 * kGroups, kStages = 2;
     using QTile = Boxed<BM, D>;
     using KeyTile = Boxed<BN, D>;
+    constexpr bool kByte = CODES != kSameType;
+    using Codes = PageCodes<CODES, BN, D>;
+    using V = typename PageValue<T, CODES>::Type;
+    constexpr int kProducers = kByte ? Codes::kWarps : 1;
     extern __shared__ u8 memory[];
     const ptx::SharedAddress q_tile = ptx::aligned_up<1024>(ptx::shared_address(memory));
     const ptx::SharedAddress k_tiles = q_tile + QTile::kBytes, v_tiles = k_tiles + kStages * KeyTile::kBytes;
-    const ptx::SharedAddress barriers = v_tiles + kStages * KeyTile::kBytes;
+    const ptx::SharedAddress codes = v_tiles + kStages * KeyTile::kBytes;
+    const ptx::SharedAddress barriers = codes + (kByte ? Codes::kAllBytes : 0);
     const Pipeline<1> q_pipe{barriers};
     const Pipeline<kStages> k_pipe{barriers + Pipeline<1>::kBytes};
     const Pipeline<kStages> v_pipe{k_pipe.barriers + Pipeline<kStages>::kBytes};
     const ptx::SharedAddress patch = v_pipe.barriers + Pipeline<kStages>::kBytes;  // for the last values of a sequence
     u8* const handover_memory = memory + (patch + 8 - ptx::shared_address(memory));
+    const ptx::SharedAddress code_barriers = patch + 8 + WarpHandover::kBytes;
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0), lane = threadIdx.x % kWarp;
     const u32 count = static_cast<u32>(tiles) * static_cast<u32>(heads_kv);
     DrawnSource<WarpHandover> source(counter, WarpHandover(handover_memory, warp == kConsumers));
@@ -74,20 +72,24 @@ __global__ void __launch_bounds__(384, 1)
 
     if (threadIdx.x == 0) {
         q_pipe.init(1, kConsumers);
-        k_pipe.init(1, kConsumers);
-        v_pipe.init(1, kConsumers);
+        k_pipe.init(kProducers, kConsumers);
+        v_pipe.init(kProducers, kConsumers);
         ptx::mbarrier_init(patch, 1);
-        source.handover.init(kConsumers + 1);
+        if constexpr (kByte) Codes::init(code_barriers);
+        source.handover.init(kConsumers + kProducers);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
 
     if (warp >= kConsumers) {
-        ptx::registers_give<40>();
-        if (warp != kConsumers) return;
+        ptx::registers_give<kByte ? 72 : 40>();
+        if (warp >= kConsumers + kProducers) return;
         PipelineState<1> q_state;
         PipelineState<kStages> k_state, v_state;
         u32 patched = 0;
+        const int quarter = kByte ? warp - kConsumers : 0;  // of the rows of tiles of codes
+        const Codes k_codes(codes, code_barriers, quarter, 0), v_codes(codes, code_barriers, quarter, 1);
+        typename Codes::State k_coded, v_coded;
         for (u32 index; (index = source.draw()) < count;) {
             index = __shfl_sync(0xffffffffu, index, 0);
             const QueryTile tile = position(index);
@@ -96,21 +98,63 @@ __global__ void __launch_bounds__(384, 1)
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN, keys = own.sequence.keys;
             const i32* const pages = table + own.batch * table_row;
             auto boxes = [&](int n) {
-                return PageBox(pages, n, BN, keys, static_cast<int>(unit), static_cast<int>(page_size), page_divisor);
+                return PageBox(pages, n * BN, kByte ? k_codes.first : 0, kByte ? Codes::kRows : BN, keys, static_cast<int>(unit),
+                               static_cast<int>(page_size), page_divisor);
             };
-
-            q_pipe.acquire(q_state);
-            if (lane == 0) {
-                const ptx::SharedAddress full = q_pipe.expect(q_state, QTile::kBytes);
-                const int query = own.sequence.q_row + own.row0 / static_cast<int>(group);
-#pragma unroll
-                for (int i = 0; i < QTile::kBoxes; ++i)
-                    ptx::tma_load_3d(q_tile + i * QTile::kBoxBytes, q_map, full, 64 * i, tile.head * static_cast<int>(group), query);
+            if constexpr (kByte) {
+                const PageBox box = boxes(last), next = boxes(max(last - 1, first));
+                k_codes.fetch(box, k_map, tile.head, k_coded.stage);
+                if (last > first) k_codes.fetch(next, k_map, tile.head, k_coded.stage ^ 1);
+                v_codes.fetch(box, v_map, tile.head, v_coded.stage);
+                if (last > first) v_codes.fetch(next, v_map, tile.head, v_coded.stage ^ 1);
             }
-            q_state.advance();
+
+            if (warp == kConsumers) {
+                q_pipe.acquire(q_state);
+                if (lane == 0) {
+                    const ptx::SharedAddress full = q_pipe.expect(q_state, QTile::kBytes);
+                    const int query = own.sequence.q_row + own.row0 / static_cast<int>(group);
+#pragma unroll
+                    for (int i = 0; i < QTile::kBoxes; ++i)
+                        ptx::tma_load_3d(q_tile + i * QTile::kBoxBytes, q_map, full, 64 * i, tile.head * static_cast<int>(group),
+                                         query);
+                }
+                q_state.advance();
+            }
+            if constexpr (kByte) {
+                // Keys of tile n - 1, then values of tile n; behind each, codes of the same kind two tiles on are loaded.
+                PageBox next = boxes(last);
+#pragma unroll 1
+                for (int n = last + 1; n >= first; --n) {
+                    const PageBox after = boxes(max(n - 3, first));
+                    if (n > first) {
+                        k_codes.wait(k_coded);
+                        k_pipe.acquire(k_state);
+                        k_codes.template convert<T>(k_tiles + k_state.stage * KeyTile::kBytes, k_coded.stage);
+                        ptx::fence_async_shared();
+                        k_pipe.commit_warp(k_state);
+                        k_state.advance();
+                        if (n - 3 >= first) k_codes.fetch(after, k_map, tile.head, k_coded.stage);
+                        k_coded.advance();
+                    }
+                    if (n <= last) {
+                        v_codes.wait(v_coded);
+                        if (n * BN + BN > keys) v_codes.clear(keys - n * BN, v_coded.stage);
+                        v_pipe.acquire(v_state);
+                        v_codes.template convert<V>(v_tiles + v_state.stage * KeyTile::kBytes, v_coded.stage);
+                        ptx::fence_async_shared();
+                        v_pipe.commit_warp(v_state);
+                        v_state.advance();
+                        if (n - 2 >= first) v_codes.fetch(next, v_map, tile.head, v_coded.stage);
+                        v_coded.advance();
+                    }
+                    next = after;
+                }
+                continue;
+            }
             auto fetch_keys = [&](const PageBox& box) {
                 k_pipe.acquire(k_state);
-                box.fetch<KeyTile>(k_tiles + k_state.stage * KeyTile::kBytes, k_map, k_pipe.full(k_state), tile.head);
+                fetch_pages<KeyTile>(box, k_tiles + k_state.stage * KeyTile::kBytes, k_map, k_pipe.full(k_state), tile.head);
                 k_state.advance();
             };
             PageBox now = boxes(last);
@@ -125,7 +169,7 @@ __global__ void __launch_bounds__(384, 1)
                 v_pipe.acquire(v_state);
                 const ptx::SharedAddress to = v_tiles + v_state.stage * KeyTile::kBytes;
                 if (n * BN + BN > keys) {
-                    now.fetch<KeyTile>(to, v_map, patch, tile.head);
+                    fetch_pages<KeyTile>(now, to, v_map, patch, tile.head);
                     ptx::mbarrier_wait(patch, patched);
                     patched ^= 1u;
                     for (u32 at = (keys - n * BN) * kTileRow + lane * 16; at < KeyTile::kBoxBytes; at += kWarp * 16)
@@ -134,7 +178,7 @@ __global__ void __launch_bounds__(384, 1)
                     ptx::fence_async_shared();
                     v_pipe.commit_warp(v_state);
                 } else {
-                    now.fetch<KeyTile>(to, v_map, v_pipe.full(v_state), tile.head);
+                    fetch_pages<KeyTile>(now, to, v_map, v_pipe.full(v_state), tile.head);
                 }
                 __syncwarp();
                 v_state.advance();
@@ -144,10 +188,8 @@ __global__ void __launch_bounds__(384, 1)
         return;
     }
 
-    ptx::registers_take<232>();
+    ptx::registers_take<kByte ? 216 : 232>();
     const int wg = warp / 4, own_row = wg * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
-    const bool speaks = lane == 0;
-    const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(scale) * kLog2e;
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + wg, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (wg + 1) % kGroups, 256); };
     if (wg == kGroups - 1) pass_cores();
@@ -161,6 +203,10 @@ __global__ void __launch_bounds__(384, 1)
         // Keys that all rows of the warpgroup see.
         const Interval all = seen.mask.keys_all(seen.query(wg * 64), seen.query(wg * 64 + 63) + 1);
 
+        const float key_scale = kByte && k_scale != nullptr ? k_scale[position(index).head * k_scale_head] : 1.0f;
+        const float product_scale = static_cast<float>(scale) * key_scale;
+        const float factor = EXTRAS != 0 ? 1.0f : kByte ? positive_factor(product_scale) : product_scale * kLog2e;
+
         SoftmaxState state;
         float o[D / 2];
 #pragma unroll
@@ -168,7 +214,12 @@ __global__ void __launch_bounds__(384, 1)
 
         // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
         auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
-            if constexpr (EXTRAS != 0) make_scores(s, static_cast<float>(scale), static_cast<float>(softcap));
+            if constexpr (EXTRAS != 0) {
+                make_scores(s, product_scale, static_cast<float>(softcap));
+            } else if (kByte && product_scale < 0.0f) {
+#pragma unroll
+                for (float& x : s) x = -x;
+            }
             if (n * BN < all.first || n * BN + BN > all.end) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
@@ -179,14 +230,15 @@ __global__ void __launch_bounds__(384, 1)
 
         if (!own.any.empty()) {
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
-            multiply_tiles<T, QTile, KeyTile, KeyTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe}, pipe_states,
-                                                                    q_tile + wg * 64 * kTileRow, k_tiles, v_tiles, first, last,
-                                                                    wait_for_cores, pass_cores, to_probabilities);
+            multiply_tiles<T, V, QTile, KeyTile, KeyTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe},
+                                                                       pipe_states, q_tile + wg * 64 * kTileRow, k_tiles, v_tiles,
+                                                                       first, last, wait_for_cores, pass_cores, to_probabilities);
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above
         const QueryTile at = position(index);
         const PagedBlock rows = block_at(at.m);
+        const float value_scale = kByte && v_scale != nullptr ? v_scale[at.head * v_scale_head] : 1.0f;
         float times[2];
         T* to[2];
 #pragma unroll
@@ -197,7 +249,7 @@ __global__ void __launch_bounds__(384, 1)
             const float sink = sinks == nullptr ? negative_infinity() : sinks[head] * kLog2e;
             float by[2], logs[2];
             state.finish(factor, sink, by, logs);
-            times[r] = by[r];
+            times[r] = by[r] * value_scale;
             to[r] = exists ? out + query * out_row + head * out_head : nullptr;
             if (exists && t == 0) lse[head * lse_head + query] = logs[r];
         }

@@ -17,12 +17,13 @@ struct ConsumerStates {
     PipelineState<kStages> k, v;
 };
 
-// Adds softmax(q k^T) v of tiles last..first, in that order, to `o`: 64 rows of a tile of queries from byte `own_q` on.
+// Adds softmax(q k^T) v of tiles last..first, in that order, to `o`: 64 rows of a tile of queries from byte `own_q` on. T is
+// the type of q and k, V that of values and of the probabilities that they are multiplied by.
 // A tile's scores are multiplied while the values of the tile before are; `to_probabilities(s, n, correction)` turns
 // scores of tile n into probabilities, and `correction` rescales what was accumulated before. OVERLAP: the latter overlaps
 // the product with values, too, which keeps the registers of its probabilities. Warpgroups take turns on the tensor cores
 // between wait_for_cores and pass_cores.
-template <typename T, typename QTile, typename KTile, typename VTile, bool OVERLAP, int kStages, int N, typename Wait,
+template <typename T, typename V, typename QTile, typename KTile, typename VTile, bool OVERLAP, int kStages, int N, typename Wait,
           typename Pass, typename Softmax>
 RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipes, ConsumerStates<kStages>& states,
                                ptx::SharedAddress own_q, ptx::SharedAddress k_tiles, ptx::SharedAddress v_tiles, int first,
@@ -39,7 +40,7 @@ RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipe
     auto multiply_values = [&] {
         pipes.v.wait(states.v);
         ptx::wgmma_fence();
-        multiply_packed<T, BN>(o, p, v_tiles + states.v.stage * VTile::kBytes, true);
+        multiply_packed<V, BN>(o, p, v_tiles + states.v.stage * VTile::kBytes, true);
         ptx::wgmma_commit();
     };
     auto release_keys = [&] {
@@ -58,7 +59,7 @@ RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipe
     ptx::wgmma_wait<0>();
     release_keys();
     to_probabilities(s, last, correction);
-    pack_rows<T>(p, s);
+    pack_rows<V>(p, s);
 #pragma unroll 1
     for (int n = last - 1; n >= first; --n) {
         pipes.k.wait(states.k);
@@ -73,7 +74,7 @@ RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipe
         release_values();
 #pragma unroll
         for (int j = 0; j < N; ++j) o[j] *= correction[j / 2 % 2];
-        pack_rows<T>(p, s);
+        pack_rows<V>(p, s);
     }
     if (speaks) pipes.q.release(states.q);
     states.q.advance();

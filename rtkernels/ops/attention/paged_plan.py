@@ -63,14 +63,17 @@ TOKENS = Kernel(
 _SM90_TILES = (Tile(64, 64, 128, 2), INVARIANT_TILE)  # there are no registers for wider heads
 CAPPED_TILE = BIAS_TILES[-1]  # for a soft cap with batch invariance: the keys of contiguous caches
 SM90 = Kernel(
-    "attention/attention_sm90_paged.cu", "attention_sm90_paged", template="T D BN EXTRAS", max_registers=168,
+    "attention/attention_sm90_paged.cu", "attention_sm90_paged", template="T D BN EXTRAS CODES", max_registers=168,
     needs=("wgmma",), tier="serve",
     args="q_map:tmap k_map:tmap v_map:tmap out:ptr lse:ptr sinks:ptr cu_q:ptr lengths:ptr table:ptr counter:ptr "
     "sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_v:i64 unit:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 out_row:i64 out_head:i64 lse_head:i64 left:i64 right:i64 scale:f64 "
-    "softcap:f64",
-    variants=[(t, tile.d_v, tile.keys, extras) for t in _TOKENS for tile in _SM90_TILES for extras in (0, 1)]
-    + [(t, CAPPED_TILE.d_v, CAPPED_TILE.keys, 1) for t in _TOKENS],
+    "softcap:f64 k_scale:ptr v_scale:ptr k_scale_head:i64 v_scale_head:i64",
+    variants=[
+        (t, tile.d_v, tile.keys, extras, codes)
+        for t in _TOKENS for tile in _SM90_TILES for extras in (0, 1) for codes in (0, 1, 2)
+    ]
+    + [(t, CAPPED_TILE.d_v, CAPPED_TILE.keys, 1, 0) for t in _TOKENS],
 )  # fmt: skip
 KERNELS = (PAGED, TOKENS, SM90)
 
@@ -125,8 +128,6 @@ def unsupported_sm90(call: Paged, target: Target) -> str | None:
     """Return why the wgmma kernel cannot serve a call, or None."""
     if "wgmma" not in target.features:
         return f"{target} has no wgmma"
-    if call.codes:
-        return "the cache is 8-bit"
     if call.alibi:
         return "there are alibi_slopes"
     if call.group > 64 or call.group & (call.group - 1):
@@ -170,28 +171,34 @@ def _tiles(call: Paged, rows: int) -> tuple[int, int]:
 
 def _sm90(call: Paged, device: int) -> tuple[Step, dict[str, int] | None]:
     tile = next(t for t in _SM90_TILES if max(call.d_qk, call.d_v) <= t.d_v)
-    if level() and call.softcap and tile.d_v == CAPPED_TILE.d_v:
+    if level() and call.softcap and tile.d_v == CAPPED_TILE.d_v and not call.codes:
         tile = CAPPED_TILE
-    rows, unit = 64 * tile.groups, math.gcd(call.page_size, tile.keys)
+    loaded, (token, size, columns) = tile.keys, (call.token, 2, 64)
+    shared = tile.shared
+    if call.codes:  # by four warps, in two stages of keys and values, each row of 128 bytes
+        loaded, (token, size, columns) = tile.keys // 4, ("byte", 1, 128)
+        shared += 4 * tile.keys * 128 + 128
+    rows, unit = 64 * tile.groups, math.gcd(call.page_size, loaded)
     tiles, section = _tiles(call, rows)
     blocks = min(device_info(device).sm_count, tiles * call.heads_kv)
     counter = "counter" if blocks < tiles * call.heads_kv else 0
 
     def pool(name: str, width: int, steps: tuple[int, int, int]) -> Boxes:
         sizes, (page, row, head) = (width, call.page_size, call.heads_kv, call.pages), steps
-        return Boxes(name, call.token, sizes, box_strides(sizes, (row, head, page), 2), (64, unit, 1, 1))
+        return Boxes(name, token, sizes, box_strides(sizes, (row, head, page), size), (columns, unit, 1, 1))
 
     sizes = (call.d_qk, call.heads_q, call.total)
     of_q = Boxes(
         "q", call.token, sizes, box_strides(sizes, (call.q[1], call.q[0]), 2), (64, call.group, rows // call.group)
     )
-    variant = (call.token, tile.d_v, tile.keys, int(call.softcap != 0.0))
-    launch = SM90.bind(variant, device, blocks, 128 * (tile.groups + 1), tile.shared)
+    variant = (call.token, tile.d_v, tile.keys, int(call.softcap != 0.0), call.codes)
+    launch = SM90.bind(variant, device, blocks, 128 * (tile.groups + 1), shared)
     step = Step(
         launch, of_q, pool("k", call.d_qk, call.k), pool("v", call.d_v, call.v), "out", "lse", "sinks", "cu_seqlens_q",
         "seqused_k", "page_table", counter, call.sequences, tiles, section, call.heads_kv, call.group,
         divisor(call.group), call.lkv, call.d_v, unit, call.page_size, divisor(call.page_size), call.table_row,
-        *call.out, call.total, call.left, call.right, call.scale, call.softcap,
+        *call.out, call.total, call.left, call.right, call.scale, call.softcap, "k_scale", "v_scale",
+        call.k_scale_head, call.v_scale_head,
     )  # fmt: skip
     return step, {"counter": 1} if counter else None
 
