@@ -125,7 +125,6 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
                 ptx::tma_load_2d(stage + Operands::kABytes, a_map, pipeline.full(state), i * kPerStep, 0);
             }
         }
-        __syncwarp();
     } else {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
@@ -203,6 +202,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
     }
 
     // Token `i` is finished by block i % parts. All rings of the cluster are free behind this barrier.
+    __syncwarp();
     if (parts > 1) {
         ptx::cluster_barrier();
     } else {
@@ -234,6 +234,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
                     send_sum(received_squares + rank * own_tokens + (token >> parts_shift), token & (parts - 1), parts, square);
             }
         }
+        __syncwarp();
     }
     if (parts > 1) {
         ptx::cluster_barrier();

@@ -17,7 +17,8 @@ from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
-NORM_ROWS = 64  # with a norm in front
+NORM_ROWS = 64  # with a norm in front, and in decoding steps
+CHUNK_ROWS = 16  # of steps, up to which `chunk_plan` is faster for few weights
 AUTOMATIC_ROWS = 64  # up to which the backend is chosen where `is_faster` says so
 
 # As in gemm_swapped_sm90.cu.
@@ -33,7 +34,7 @@ _START = 6400  # until the first stage has arrived: the blocks do nothing else b
 _DELIVERED, _OF_AN_SM = 2300, 83  # bytes that memory delivers in a cycle, at most, and to one SM
 _LOADED = 2.38  # cycles of 128 bytes from L2
 _STEP = 150  # of a stage, at least: its barriers and products
-_FINISH = (900, 0.6)  # behind the loop, and of each of a block's results of a warp
+_FINISH = (900, 12)  # behind the loop, and of each result of a thread
 _CLUSTER = {1: 0, 2: 700, 4: 900, 8: 1600}  # of a launch of clusters, and of their barriers
 _FASTER = 0.95  # of the time of `sm90`, at most, for the backend to be chosen
 _SMALL = 8 << 20  # bytes of weights, up to which `cluster` is faster for few rows
@@ -81,7 +82,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
 
 
 KERNEL = Kernel(
-    "gemm/gemm_swapped_sm90.cu", "gemm_swapped_sm90", template="T TOKENS CONSUMERS NORM", max_registers=224,
+    "gemm/gemm_swapped_sm90.cu", "gemm_swapped_sm90", template="T TOKENS CONSUMERS NORM", max_registers=168,
     needs=("wgmma", "cluster", "pdl"),
     args="a_map:tmap b_map:tmap b:ptr scale_a:ptr scale_b:ptr bias:ptr add:ptr gain:ptr out:ptr m:i64 n:i64 "
     "k_bytes:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 parts_shift_:i64 flags:i64 "
@@ -143,8 +144,8 @@ def cycles(p: Product, shape: Shape, sms: int) -> float:
     rounds = -(-of_sm // shape.blocks_of_sm)
     loading = of_sm * steps * (shape.rows + shape.tokens) * _LOADED
     work = max(loading, rounds * steps * _STEP, memory)
-    results = shape.rows * p.m / (shape.parts * shape.consumers * 4)  # of a warp
-    return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results / 32 * 20)
+    results = shape.rows * p.m / (shape.parts * shape.consumers * 128)  # of a thread
+    return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results)
 
 
 def _shapes(p: Product) -> list[Shape]:
@@ -162,17 +163,27 @@ def shape_of(p: Product, sms: int) -> Shape:
     return min(_shapes(p), key=lambda shape: cycles(p, shape, sms))
 
 
+def _is_small(p: Product) -> bool:
+    return p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token] <= _SMALL
+
+
 def is_faster(product: Product, info: DeviceInfo) -> bool:
     """Return True if the backend is to be asked first."""
     p = product
     if p.m > AUTOMATIC_ROWS or unsupported(p, info.target) is not None:
         return False
-    if p.m <= 32 and p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token] <= _SMALL and p.a.token in FLOAT16:
+    if p.m <= 32 and _is_small(p) and p.a.token in FLOAT16:
         return False
-    if p.gate is not None or sm90_limits.unsupported(p, info.target) is not None:
-        return True  # one tile of 128 x 256 or few others, or no kernel with wgmma
+    if sm90_limits.unsupported(p, info.target) is not None:
+        return True  # the others have no wgmma
     own = cycles(p, shape_of(p, info.sm_count), info.sm_count)
     return own <= _FASTER * sm90_plan.estimate(p, info.sm_count)
+
+
+def serves_step(product: Product, target: Target, norm: bool) -> bool:
+    """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
+    few = product.m <= CHUNK_ROWS and _is_small(product)
+    return product.m <= NORM_ROWS and not few and unsupported(product, target, norm) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:
