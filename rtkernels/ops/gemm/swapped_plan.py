@@ -182,8 +182,8 @@ def is_faster(product: Product, info: DeviceInfo) -> bool:
 
 def serves_step(product: Product, target: Target, norm: bool) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
-    few = product.m <= CHUNK_ROWS and _is_small(product)
-    return product.m <= NORM_ROWS and not few and unsupported(product, target, norm) is None
+    is_latency = product.m <= CHUNK_ROWS and _is_small(product)
+    return product.m <= NORM_ROWS and not is_latency and unsupported(product, target, norm) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:
