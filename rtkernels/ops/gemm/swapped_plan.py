@@ -202,8 +202,8 @@ def launches(
         device: CUDA ordinal, or -1 for the host emulator.
         norm: The rows of a are normalised first; the call has numbers ``eps`` and ``offset``.
         constant: No kernel that may still be running writes what belongs to the weights.
-        add_last: The call has a number ``factor``, by which results behind the activation are multiplied before `add` is
-            added.
+        add_last: The call has a number ``factor``, by which results behind the activation are multiplied before `add`
+            is added.
         consumers: Warpgroups of a block, instead of the choice.
         parts: Blocks of a cluster, likewise.
     """

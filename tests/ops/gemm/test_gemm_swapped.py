@@ -32,9 +32,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype, where: str) -> tuple[Te
 def cut(monkeypatch: pytest.MonkeyPatch, consumers: int, parts: int) -> None:
     """Let all launches have so many warpgroups and blocks of a cluster."""
     own = swapped_plan.shape_of
-    monkeypatch.setattr(
-        swapped_plan, "shape_of", lambda p, sms: own(p, sms)._replace(consumers=consumers, parts=parts)
-    )
+    monkeypatch.setattr(swapped_plan, "shape_of", lambda p, sms: own(p, sms)._replace(consumers=consumers, parts=parts))
 
 
 def computed(where: str, function, *args, **options) -> Tensor:
@@ -48,7 +46,7 @@ def near(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
     assert (found.double() - wanted.cpu()).abs().max() <= tolerance * wanted.abs().max()
 
 
-# m, n, k, warpgroups, parts: every tile of tokens; tails of n and k; blocks of a cluster without a step; rings that go round.
+# m, n, k, warpgroups, parts: every tile of tokens, tails of n and k, blocks without a step, rings that go round.
 SIZES = (
     (10, 70, 1032, 1, 1), (16, 33, 264, 1, 4), (17, 130, 520, 1, 2), (9, 64, 64, 1, 8), (50, 70, 648, 1, 2),
     (64, 140, 520, 2, 4), (70, 65, 264, 2, 2), (130, 40, 136, 2, 2),
@@ -125,13 +123,15 @@ def test_what_it_does_not_compute() -> None:
     refused = lambda norm=False, **changed: swapped_plan.unsupported(good._replace(**changed), sm_90, norm)  # noqa: E731
     assert refused() is None and refused(norm=True) is None
     assert "wgmma" in swapped_plan.unsupported(good, targets.parse("sm_89"))
-    assert "grouped" in refused(groups=Groups("rows", 2)) and "9 to 256" in refused(m=257) and "9 to 256" in refused(m=8)
+    assert "grouped" in refused(groups=Groups("rows", 2))
+    assert "9 to 256" in refused(m=257) and "9 to 256" in refused(m=8)
     assert "9 to 128" in refused(m=129, a=e4m3, b=e4m3) and "9 to 64" in refused(norm=True, m=65)
     assert "16 bytes" in refused(a=bf16._replace(aligned=False)) and "16 bytes" in refused(norm=True, k=60)
     assert "quantised" in refused(quantized="row") and "sums" in refused(sums="fp16")
     assert "operands" in refused(a=e4m3) and "summed" in refused(b=bf16._replace(across=True))
     assert "scales of b" in refused(a=e4m3, b=e4m3, scale_b=Scales(128, 32)) and "steps" in refused(k=0)
-    assert "results" in refused(out=Matrix("int32", 64)) and "range" in refused(norm=True, a=Matrix("fp16", 64), b=Matrix("fp16", 64))
+    fp16 = Matrix("fp16", 64)
+    assert "results" in refused(out=Matrix("int32", 64)) and "range" in refused(norm=True, a=fp16, b=fp16)
     with pytest.raises(ArgumentError, match="backend is 'swaped'"):
         rtkernels.scaled_mm(torch.zeros(1, 1), torch.zeros(1, 1), backend="swaped")
 
@@ -148,9 +148,12 @@ def _h200() -> DeviceInfo:
 def test_when_it_is_chosen() -> None:
     info = _h200()
     for product, wanted in (
-        (_product(16, 4096, 4096), "swapped"), (_product(64, 4096, 14336), "swapped"),
-        (_product(32, 1536, 1536), "cluster"), (_product(32, 4096, 1024, "e4m3"), "swapped"),
-        (_product(65, 4096, 4096), "sm90"), (_product(8, 4096, 4096), "decode"),
+        (_product(16, 4096, 4096), "swapped"),
+        (_product(64, 4096, 14336), "swapped"),
+        (_product(32, 1536, 1536), "cluster"),
+        (_product(32, 4096, 1024, "e4m3"), "swapped"),
+        (_product(65, 4096, 4096), "sm90"),
+        (_product(8, 4096, 4096), "decode"),
     ):
         assert PRODUCTS.choose(product, info).backend.name == wanted, product
 
