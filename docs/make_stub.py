@@ -122,7 +122,8 @@ _FP8_RECIPES = "block row tensor hadamard"
 # Of every function with such a parameter that is a str; then of one function.
 WORDS: dict[str, str] = {
     "act": _GLU_ACTS, "recipe": _RECIPES, "acc": "auto fp32 fast fp16 int32", "nibble": "low high",
-    "b_layout": "auto nk kn", "backend": "auto rtkernels sm90 skinny unpack pad mma cluster decode tcgen05 torch",
+    "b_layout": "auto nk kn",
+    "backend": "auto rtkernels sm90 skinny unpack pad mma cluster decode tcgen05 swapped torch",
     "reuse": "inputs",
     "quant_out": "1x128 row 1x16", "layout": "row transposed both", "scale_layout": "row column",
     "precision": "fast high exact", "score": "softmax sigmoid", "reduction": "none mean batchmean sum",

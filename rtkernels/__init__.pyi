@@ -812,7 +812,7 @@ def fp8_linear(
     torch.dtype | None = None, pow2_scale: bool = False, rotation: int = 64, smooth: Tensor | None = None,
     scale_layout: Literal['row', 'column'] = 'row', weight_codes: Fp8Weight | None = None, save_weight: bool = False,
     wgrad: Literal['fp8', 'bf16'] = 'fp8', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad',
-    'mma', 'cluster', 'decode', 'tcgen05', 'torch'] = 'auto', out: Tensor | None = None
+    'mma', 'cluster', 'decode', 'tcgen05', 'swapped', 'torch'] = 'auto', out: Tensor | None = None
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` computed from fp8 codes, as are both gradients."""
 
@@ -859,8 +859,8 @@ def gated_mm(
     = 'auto', packed: Literal['int4', 'uint4', 'e2m1'] | tuple[Literal['int4', 'uint4', 'e2m1'] | None,
     Literal['int4', 'uint4', 'e2m1'] | None] | None = None, nibble: Literal['low', 'high'] = 'low', global_scale:
     Tensor | float | None = None, quant_out: None = None, b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend:
-    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'torch'] =
-    'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
+    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'swapped',
+    'torch'] = 'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor:
     """Return ``act(gate) * up`` with ``[gate, up] = a @ b.T * scales + bias``, computed in fp32 and rounded once."""
 @overload
@@ -873,7 +873,7 @@ def gated_mm(
     Literal['int4', 'uint4', 'e2m1'] | None] | None = None, nibble: Literal['low', 'high'] = 'low', global_scale:
     Tensor | float | None = None, quant_out: Literal['1x128', 'row', '1x16'], b_layout: Literal['auto', 'nk', 'kn'] =
     'auto', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode',
-    'tcgen05', 'torch'] = 'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
+    'tcgen05', 'swapped', 'torch'] = 'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def gated_mm(
@@ -885,7 +885,7 @@ def gated_mm(
     Literal['int4', 'uint4', 'e2m1'] | None] | None = None, nibble: Literal['low', 'high'] = 'low', global_scale:
     Tensor | float | None = None, quant_out: Literal['1x128', 'row', '1x16'] | None = None, b_layout: Literal['auto',
     'nk', 'kn'] = 'auto', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster',
-    'decode', 'tcgen05', 'torch'] = 'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
+    'decode', 'tcgen05', 'swapped', 'torch'] = 'auto', out: Tensor | tuple[Tensor | None, ...] | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 def grouped_mm(
@@ -896,8 +896,8 @@ def grouped_mm(
     None = None, accumulate: bool = False, zero_padding: bool = False, acc: Literal['auto', 'fp32', 'fast', 'fp16',
     'int32'] = 'auto', packed: Literal['int4', 'uint4', 'e2m1'] | tuple[Literal['int4', 'uint4', 'e2m1'] | None,
     Literal['int4', 'uint4', 'e2m1'] | None] | None = None, b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend:
-    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'torch'] =
-    'auto'
+    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'swapped',
+    'torch'] = 'auto'
 ) -> Tensor:
     """Return the product of each row with the matrix of its group: ``out[i] = a[i] @ b[group of i].T``."""
 
@@ -909,7 +909,7 @@ def grouped_mm_masked(
     Literal['auto', 'fp32', 'fast', 'fp16', 'int32'] = 'auto', packed: Literal['int4', 'uint4', 'e2m1'] |
     tuple[Literal['int4', 'uint4', 'e2m1'] | None, Literal['int4', 'uint4', 'e2m1'] | None] | None = None, b_layout:
     Literal['auto', 'nk', 'kn'] = 'auto', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad',
-    'mma', 'cluster', 'decode', 'tcgen05', 'torch'] = 'auto'
+    'mma', 'cluster', 'decode', 'tcgen05', 'swapped', 'torch'] = 'auto'
 ) -> Tensor:
     """Return ``a[g, :masked_m[g]] @ b[g].T`` for each group; the other rows of the result are uninitialised."""
 
@@ -918,8 +918,8 @@ def grouped_wgrad(
     | None = None, accumulate: bool = True, align: int | None = None, out_dtype: torch.dtype = torch.float32, recipe:
     Literal['auto', 'none', 'tensor', 'row', 'block_1x128_128x128', 'block_1x128_1x128', 'block_128x128_128x128',
     'tile', 'mx32', 'nvfp4'] = 'auto', acc: Literal['auto', 'fp32', 'fast', 'fp16', 'int32'] = 'auto', backend:
-    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'torch'] =
-    'auto'
+    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'swapped',
+    'torch'] = 'auto'
 ) -> Tensor:
     """Return the weight gradients of a grouped product: ``out[g] += dy_g.T @ x_g`` over the rows of group g."""
 
@@ -933,7 +933,7 @@ def scaled_mm(
     'uint4', 'e2m1'] | tuple[Literal['int4', 'uint4', 'e2m1'] | None, Literal['int4', 'uint4', 'e2m1'] | None] | None
     = None, nibble: Literal['low', 'high'] = 'low', global_scale: Tensor | float | None = None, quant_out: None =
     None, b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend: Literal['auto', 'rtkernels', 'sm90', 'skinny',
-    'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'torch'] = 'auto'
+    'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'swapped', 'torch'] = 'auto'
 ) -> Tensor:
     """Return ``act(a @ b.T * scales + bias + add)``, computed in fp32 after the products and rounded once."""
 @overload
@@ -946,7 +946,8 @@ def scaled_mm(
     'uint4', 'e2m1'] | tuple[Literal['int4', 'uint4', 'e2m1'] | None, Literal['int4', 'uint4', 'e2m1'] | None] | None
     = None, nibble: Literal['low', 'high'] = 'low', global_scale: Tensor | float | None = None, quant_out:
     Literal['1x128', 'row', '1x16'], b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend: Literal['auto',
-    'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'torch'] = 'auto'
+    'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'swapped', 'torch'] =
+    'auto'
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def scaled_mm(
@@ -958,8 +959,8 @@ def scaled_mm(
     'uint4', 'e2m1'] | tuple[Literal['int4', 'uint4', 'e2m1'] | None, Literal['int4', 'uint4', 'e2m1'] | None] | None
     = None, nibble: Literal['low', 'high'] = 'low', global_scale: Tensor | float | None = None, quant_out:
     Literal['1x128', 'row', '1x16'] | None = None, b_layout: Literal['auto', 'nk', 'kn'] = 'auto', backend:
-    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'torch'] =
-    'auto'
+    Literal['auto', 'rtkernels', 'sm90', 'skinny', 'unpack', 'pad', 'mma', 'cluster', 'decode', 'tcgen05', 'swapped',
+    'torch'] = 'auto'
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 def decode_linear(

@@ -17,23 +17,27 @@ struct s8 {  // a type of elements only: u8 is the unsigned one
 
 namespace rtk::ptx {
 
-#define RTK_WGMMA_REGISTERS_16(constraint, i) \
+#define RTK_WGMMA_SIXTEEN(constraint, i) \
     constraint(d[i + 0]), constraint(d[i + 1]), constraint(d[i + 2]), constraint(d[i + 3]), \
     constraint(d[i + 4]), constraint(d[i + 5]), constraint(d[i + 6]), constraint(d[i + 7]), \
     constraint(d[i + 8]), constraint(d[i + 9]), constraint(d[i + 10]), constraint(d[i + 11]), \
     constraint(d[i + 12]), constraint(d[i + 13]), constraint(d[i + 14]), constraint(d[i + 15])
+#define RTK_WGMMA_NAMES_TO_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define RTK_WGMMA_NAMES_TO_16 RTK_WGMMA_NAMES_0
 #define RTK_WGMMA_NAMES_TO_56 RTK_WGMMA_NAMES_TO_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define RTK_WGMMA_REGISTERS_8(c, i) \
+#define RTK_WGMMA_EIGHT(c, i) \
     c(d[i + 0]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define RTK_WGMMA_REGISTERS_32(c) RTK_WGMMA_REGISTERS_16(c, 0), RTK_WGMMA_REGISTERS_16(c, 16)
-#define RTK_WGMMA_REGISTERS_48(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32)
-#define RTK_WGMMA_REGISTERS_56(c) RTK_WGMMA_REGISTERS_48(c), RTK_WGMMA_REGISTERS_8(c, 48)
-#define RTK_WGMMA_REGISTERS_64(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32), RTK_WGMMA_REGISTERS_16(c, 48)
-#define RTK_WGMMA_REGISTERS_96(c) RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80)
-#define RTK_WGMMA_REGISTERS_112(c) RTK_WGMMA_REGISTERS_96(c), RTK_WGMMA_REGISTERS_16(c, 96)
+#define RTK_WGMMA_REGISTERS_8(c) RTK_WGMMA_EIGHT(c, 0)
+#define RTK_WGMMA_REGISTERS_16(c) RTK_WGMMA_SIXTEEN(c, 0)
+#define RTK_WGMMA_REGISTERS_32(c) RTK_WGMMA_SIXTEEN(c, 0), RTK_WGMMA_SIXTEEN(c, 16)
+#define RTK_WGMMA_REGISTERS_48(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_SIXTEEN(c, 32)
+#define RTK_WGMMA_REGISTERS_56(c) RTK_WGMMA_REGISTERS_48(c), RTK_WGMMA_EIGHT(c, 48)
+#define RTK_WGMMA_REGISTERS_64(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_SIXTEEN(c, 32), RTK_WGMMA_SIXTEEN(c, 48)
+#define RTK_WGMMA_REGISTERS_96(c) RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_SIXTEEN(c, 64), RTK_WGMMA_SIXTEEN(c, 80)
+#define RTK_WGMMA_REGISTERS_112(c) RTK_WGMMA_REGISTERS_96(c), RTK_WGMMA_SIXTEEN(c, 96)
 #define RTK_WGMMA_REGISTERS_128(c)                                                                \
-    RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80),      \
-        RTK_WGMMA_REGISTERS_16(c, 96), RTK_WGMMA_REGISTERS_16(c, 112)
+    RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_SIXTEEN(c, 64), RTK_WGMMA_SIXTEEN(c, 80),      \
+        RTK_WGMMA_SIXTEEN(c, 96), RTK_WGMMA_SIXTEEN(c, 112)
 
 // `types` is the end of the instruction's name, `flags` what follows the predicate.
 #define RTK_WGMMA_TYPED(n, sums, constraint, a_operand, b_operand, add_operand, types, flags)               \
@@ -90,6 +94,8 @@ namespace rtk::ptx {
         RTK_WGMMA_INTEGER_PAIR(n, sums, u8, s8, __VA_ARGS__)                               \
         RTK_WGMMA_INTEGER_PAIR(n, sums, u8, u8, __VA_ARGS__)                               \
     }
+RTK_WGMMA_TYPED_OF("16", 8, "8", "9", "10")
+RTK_WGMMA_TYPED_OF("32", 16, "16", "17", "18")
 RTK_WGMMA_TYPED_OF("64", 32, "32", "33", "34")
 RTK_WGMMA_TYPED_OF("96", 48, "48", "49", "50")
 RTK_WGMMA_TYPED_OF("112", 56, "56", "57", "58")
@@ -132,6 +138,10 @@ RTK_DEVICE void wgmma_left(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
 #undef RTK_WGMMA_REGISTERS_32
 #undef RTK_WGMMA_REGISTERS_16
 #undef RTK_WGMMA_REGISTERS_8
+#undef RTK_WGMMA_SIXTEEN
+#undef RTK_WGMMA_EIGHT
 #undef RTK_WGMMA_NAMES_TO_56
+#undef RTK_WGMMA_NAMES_TO_16
+#undef RTK_WGMMA_NAMES_TO_8
 
 }  // namespace rtk::ptx

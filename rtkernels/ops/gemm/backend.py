@@ -9,6 +9,7 @@ from rtkernels.ops.gemm import (
     pad_plan,
     skinny_plan,
     sm90_plan,
+    swapped_plan,
     tcgen05_plan,
     unpack_plan,
 )
@@ -55,6 +56,8 @@ def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
         order = ("cluster", *order)
     elif product.m <= _DECODE_FIRST and BYTES[product.b.token] == 2 and product.gate is None:
         order = ("decode", *order)
+    if swapped_plan.is_faster(product, info):
+        order = ("swapped", *order)
     return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 
 
@@ -84,11 +87,11 @@ PRODUCTS: Backends[Product] = Backends(
     (
         Backend.of("sm90", sm90_plan), Backend.of("skinny", skinny_plan), Backend.of("unpack", unpack_plan),
         Backend.of("mma", mma_plan), Backend.of("cluster", cluster_plan), _DECODE,
-        Backend.of("tcgen05", tcgen05_plan),
+        Backend.of("tcgen05", tcgen05_plan), Backend.of("swapped", swapped_plan),
         Backend("pad", _pad_unsupported, _pad_steps, pad_plan.KERNELS, _pad_summary),
     ),
     order=_order, automatic=("auto", "rtkernels"), others=("torch",),
-    not_invariant=("skinny", "cluster", "decode", "unpack"),
+    not_invariant=("skinny", "cluster", "decode", "unpack", "swapped"),
     tensors=tensors, problem=Product,
     functions=("scaled_mm", "gated_mm", "grouped_mm", "grouped_mm_masked", "grouped_wgrad"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference
+from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference, swapped_plan
 from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
 from rtkernels.runtime.call.public import public
@@ -119,6 +119,8 @@ def _without_add(p: Product) -> Product:
 
 def _plan(call: DecodeLinear, device: int) -> Steps:
     p, info, norm = _describe(call).product, device_info(device), call.norm_weight is not None
+    if swapped_plan.serves_step(p, info.target, norm):
+        return swapped_plan.launches(p, device, norm=norm, constant=call.constant, add_last=True)
     if chunk_plan.unsupported(p, info.target) is None:
         return chunk_plan.launches(p, device, norm, call.constant)
     if decode_plan.unsupported(_without_add(p), info.target, info.sm_count, norm) is not None:
@@ -170,6 +172,15 @@ def unsupported(
     return decode_plan.unsupported(_describe(call).product, info.target, info.sm_count, norm)
 
 
+def serves_many(a: Tensor, b: Tensor, gated: bool, norm: bool) -> bool:
+    """Return True if a kernel computes a product of more than ``decode_plan.MAX_ROWS`` rows, or of some fewer ones."""
+    if level() or not a.is_cuda:
+        return False
+    metas = map(meta_of, (a, b))
+    call = DecodeLinear(*metas, *(None,) * 6, "silu" if gated else None, gated, False)
+    return swapped_plan.serves_step(_describe(call).product, device_info(a.get_device()).target, norm)
+
+
 @public(
     options={"packed": Among((None, "int4", "uint4", "e2m1"), "'int4', 'uint4', 'e2m1' or None")},
     no_gradients="a b scale_b bias norm_weight add global_scale",
@@ -191,8 +202,9 @@ def decode_linear(
     in advance where they depend on the step only: the action expert of ``examples/vla_policy.py`` does so.
 
     Args:
-        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes); more run in plain
-            torch, as do rows that are too long for shared memory.
+        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes), and up to 64 on
+            sm_90a if b has a's dtype (float16: without a norm); more run in plain torch, as do rows that are too long
+            for shared memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
             For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of a multiple of 256.

@@ -186,9 +186,9 @@ def scaled_mm(
         b_layout: "nk" or "kn" states the layout of b regardless of its strides, which may be any for operands of 8
             bits or more: those of 8 bits are transposed or copied first if k does not have the unit stride.
         backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad", "mma", "cluster",
-            "decode", or "torch" for torch.mm, torch._scaled_mm or torch._int_mm if they support the call. "tcgen05"
-            (sm_100a) was compiled and emulated but never run on a GPU, so "auto" does not take it.
-            ``rtkernels.explain`` shows what "auto" selects.
+            "decode", "swapped" (sm_90a, 9 to 256 rows), or "torch" for torch.mm, torch._scaled_mm or torch._int_mm if
+            they support the call. "tcgen05" (sm_100a) was compiled and emulated but never run on a GPU, so "auto" does
+            not take it. ``rtkernels.explain`` shows what "auto" selects.
 
     Returns:
         ``[..., m, n]``, contiguous, or `out`; with `quant_out` ``(codes, scales)``.

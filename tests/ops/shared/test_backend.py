@@ -87,7 +87,7 @@ def test_errors_say_why_not(backends: Backends[_Problem]) -> None:
 
 
 def test_families_list_their_backends() -> None:
-    assert PRODUCTS.names == ("sm90", "skinny", "unpack", "mma", "cluster", "decode", "tcgen05", "pad")
+    assert PRODUCTS.names == ("sm90", "skinny", "unpack", "mma", "cluster", "decode", "tcgen05", "swapped", "pad")
     assert ATTENTION.names == ("sm90", "mma")
     assert {op.name for op in rtkernels.ops.attention.attention.OP.torch_ops} >= set(ATTENTION.problems)
     assert len(PRODUCTS.problems) == 8

@@ -1,0 +1,289 @@
+// out[m, n] = act(sum over k of a[m, k] b[n, k], scaled, + bias[n] + add[m, n]) for up to TOKENS rows of a, at the speed at
+// which memory delivers b: the weights b are the left operand of wgmma, tokens a its n. 16-bit operands, or e4m3 with
+// scales of whole rows.
+//
+// A cluster of `parts` blocks (a power of two) owns a tile of 64 CONSUMERS rows of b (gated: half as many and their
+// counterparts) and all rows of a; each block has a range of steps of 128 bytes of k. One thread keeps a ring of stages
+// filled by TMA; each warpgroup multiplies 64 rows of the tile. Sums go straight from registers to the block of the
+// cluster that finishes the token, which adds those of the blocks in order: results do not depend on timing. There, a
+// warp has a token and a lane a column, so that stores of the transposed tile are neighbours.
+//
+// Sums are fp32 in the tensor cores over the k of a block; those of e4m3 are added in fp32 registers every 128 of k. With
+// NORM, a is rms_norm(a): consumers multiply a stage's tokens by offset + gain[k] and round them before its products, and
+// results are multiplied by the reciprocal of the row's root mean square, so that no product waits for the sum of squares.
+//
+// The launch may start before the previous kernel has ended. With kSwappedConstant, nothing that may still be running
+// writes b, whose first stages are then loaded at once; without it, they are prefetched into L2.
+//
+// Shared memory: the ring; after the loop, in its place, sums [parts][tokens of a block][kPitch] from all blocks of the
+// cluster, then with NORM their squares [parts][tokens of a block].
+#include "common/pipeline.cuh"
+#include "gemm/gemm_skinny_finish.cuh"
+#include "gemm/operand_sm90.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/prefetch.cuh"
+
+namespace rtk {
+
+// As in rtkernels/ops/gemm/swapped_plan.py.
+inline constexpr i64 kSwappedGated = 1, kSwappedAccumulate = 2, kSwappedConstant = 4, kSwappedAddLast = 8;
+
+template <int TOKENS, int CONSUMERS>
+struct SwappedShape {
+    static constexpr int kRows = 64 * CONSUMERS, kPitch = kRows + 4, kEach = kRows / 32;  // columns of a lane
+    static constexpr int kStageBytes = (kRows + TOKENS) * static_cast<int>(kTileRow);
+    static constexpr int kBlocks = TOKENS > 64 ? 1 : 2;  // on an SM
+    static constexpr int kStages = (kBlocks == 1 ? 196608 : 110592) / kStageBytes;
+    static_assert(TOKENS * kPitch * 4 + TOKENS * 4 <= kStages * kStageBytes, "sums take the place of the ring");
+};
+
+// Sends a sum to the block of the cluster that finishes its token.
+RTK_DEVICE void send_sum(float* to, int owner, int parts, float value) {
+    if (parts == 1) {
+        *to = value;
+    } else {
+        ptx::st_cluster(ptx::shared_address(to), owner, value);
+    }
+}
+
+// `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).
+template <typename T, int TOKENS, int CONSUMERS, bool NORM>
+__global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CONSUMERS>::kBlocks)
+    gemm_swapped_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map, const u8* b,
+                      const float* scale_a, const float* scale_b, const void* bias, const void* add, const u8* gain,
+                      void* out, i64 m, i64 n, i64 k_bytes, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 scale_a_step,
+                      i64 scale_b_step, i64 parts_shift_, i64 flags, i64 types, double eps, double offset, double factor) {
+    using Shape = SwappedShape<TOKENS, CONSUMERS>;
+    using Operands = TypedOperands<T, T, false, false, CONSUMERS, 1, TOKENS>;
+    constexpr int kRows = Shape::kRows, kPitch = Shape::kPitch, kStages = Shape::kStages, kEach = Shape::kEach;
+    constexpr int kConsumerWarps = 4 * CONSUMERS, kThreads = 128 * CONSUMERS;
+    constexpr bool kPromoted = sizeof(T) == 1;
+    static_assert(Operands::kStageBytes == Shape::kStageBytes, "rows of b, then tokens");
+    static_assert(!NORM || is_same<T, bf16>::value, "products of rows before their norm need the range of bf16");
+    extern __shared__ u8 memory[];
+    __shared__ alignas(8) u64 barriers[2 * kStages];
+    const ptx::SharedAddress ring = ptx::aligned_up<1024>(ptx::shared_address(memory));
+    float* const received = reinterpret_cast<float*>(memory + (ring - ptx::shared_address(memory)));
+    const Pipeline<kStages> pipeline{ptx::shared_address(barriers)};
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+    const int parts_shift = static_cast<int>(parts_shift_), parts = 1 << parts_shift;
+    const int rank = parts == 1 ? 0 : ptx::cluster_rank(), tokens = static_cast<int>(m);
+    const bool gated = flags & kSwappedGated, constant = flags & kSwappedConstant;
+    const int columns = gated ? kRows / 2 : kRows;
+    const i64 first_column = static_cast<i64>(static_cast<int>(blockIdx.x) >> parts_shift) * columns;
+    const int steps = static_cast<int>((k_bytes + kTileRow - 1) / kTileRow);
+    const int begin = steps * rank >> parts_shift, end = steps * (rank + 1) >> parts_shift;
+    auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
+
+    if (thread == 0) pipeline.init(1, kConsumerWarps);
+    if (!constant) {
+        const int first_steps = min(end - begin, kStages);
+        for (int i = thread; i < kRows * first_steps; i += kThreads + kWarp) {
+            const int row = i % kRows;
+            const i64 column = min(first_column + row % columns, n - 1) + (row >= columns ? n : 0);
+            ptx::prefetch_l2(b + column * b_pitch + (begin + i / kRows) * static_cast<i64>(kTileRow));
+        }
+        ptx::wait_for_previous();
+    }
+    ptx::launch_dependents();
+    __syncthreads();
+
+    float sums[TOKENS / 2];
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
+    constexpr int kVectors = NORM ? TOKENS * 8 / kThreads : 1;  // of a thread, of a stage's tokens
+    float squares[kVectors] = {};
+    // Of this lane's columns, in the finishing part of the kernel.
+    float times[kEach], plus[kEach];
+    auto row_of = [&](int i) {
+        const int local = lane + 32 * i;
+        return first_column + local % columns + (local >= columns ? n : 0);
+    };
+    auto exists = [&](int i) { return first_column + (lane + 32 * i) % columns < n; };
+
+    if (warp == kConsumerWarps) {
+        if (lane == 0) {
+            constexpr int kPerStep = static_cast<int>(kTileRow / sizeof(T));
+            PipelineState<kStages> state;
+            auto load_b = [&](ptx::SharedAddress stage, ptx::SharedAddress full, int step) {
+                const i32 row = static_cast<i32>(first_column);
+                ptx::tma_load_2d(stage, b_map, full, step * kPerStep, row);
+                if (gated) ptx::tma_load_2d(stage + Operands::kABytes / 2, b_map, full, step * kPerStep, row + static_cast<i32>(n));
+            };
+            const int first_end = constant ? min(end, begin + kStages) : begin;
+            for (int i = begin; i < first_end; ++i, state.advance())
+                load_b(ring + state.stage * Shape::kStageBytes, pipeline.expect(state, Shape::kStageBytes), i);
+            if (constant) ptx::wait_for_previous();
+            state = {};
+            for (int i = begin; i < end; ++i, state.advance()) {
+                const ptx::SharedAddress stage = ring + state.stage * Shape::kStageBytes;
+                if (i >= first_end) {
+                    pipeline.acquire(state);
+                    load_b(stage, pipeline.expect(state, Shape::kStageBytes), i);
+                }
+                ptx::tma_load_2d(stage + Operands::kABytes, a_map, pipeline.full(state), i * kPerStep, 0);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            times[i] = 1.0f, plus[i] = 0.0f;
+            if (exists(i) && scale_b != nullptr) times[i] = scale_b[row_of(i) * scale_b_step];
+            if (exists(i) && bias != nullptr) plus[i] = skinny_load(bias, row_of(i), type(0));
+        }
+        if (constant) ptx::wait_for_previous();
+        const u32 own = static_cast<u32>(warp / 4);  // 64 rows of the tile
+        PipelineState<kStages> state;
+        if constexpr (NORM || kPromoted) {
+            Raw<16> next_gain = {};
+            auto load_gain = [&](int step) {
+                const i64 at = step * static_cast<i64>(kTileRow) + thread % 8 * 16;
+                next_gain = {};
+                if (at < k_bytes) next_gain = ptx::ld_keep<16>(gain + at);
+            };
+            if (NORM && begin < end) load_gain(begin);
+            for (int i = begin; i < end; ++i, state.advance()) {
+                const ptx::SharedAddress stage = ring + state.stage * Shape::kStageBytes;
+                if constexpr (NORM) {
+                    float gains[8];
+                    unpack<bf16, 8>(next_gain, gains);
+#pragma unroll
+                    for (float& one : gains) one += static_cast<float>(offset);
+                    if (i + 1 < end) load_gain(i + 1);
+                    pipeline.wait(state);
+#pragma unroll
+                    for (int v = 0; v < kVectors; ++v) {
+                        const int row = thread / 8 + v * (kThreads / 8);
+                        if (row >= tokens) continue;
+                        const ptx::SharedAddress at =
+                            stage + Operands::kABytes + row * static_cast<int>(kTileRow) + ((thread % 8 ^ (row & 7)) << 4);
+                        float value[8];
+                        unpack<bf16, 8>(ptx::ld_shared_16(at), value);
+#pragma unroll
+                        for (int e = 0; e < 8; ++e) {
+                            squares[v] = fmaf(value[e], value[e], squares[v]);
+                            value[e] *= gains[e];
+                        }
+                        ptx::st_shared_16(at, pack<bf16, 8>(value));
+                    }
+                    ptx::fence_async_shared();
+                    ptx::named_barrier_sync(1, kThreads);
+                    ptx::wgmma_fence();
+                    Operands::multiply(sums, stage, own, 0, true);
+                    ptx::wgmma_commit();
+                    ptx::wgmma_wait<0>();
+                    if (lane == 0) pipeline.release(state);
+                } else {
+                    float part[TOKENS / 2];
+                    pipeline.wait(state);
+                    ptx::wgmma_fence();
+                    Operands::multiply(part, stage, own, 0, false);
+                    ptx::wgmma_commit();
+                    ptx::wgmma_wait<0>();
+                    if (lane == 0) pipeline.release(state);
+#pragma unroll
+                    for (int e = 0; e < TOKENS / 2; ++e) sums[e] += part[e];
+                }
+            }
+        } else {
+            PipelineState<kStages> last = state;
+            for (int i = begin; i < end; ++i, state.advance()) {
+                pipeline.wait(state);
+                ptx::wgmma_fence();
+                Operands::multiply(sums, ring + state.stage * Shape::kStageBytes, own, 0, true);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();
+                if (i != begin && lane == 0) pipeline.release(last);
+                last = state;
+            }
+            ptx::wgmma_wait<0>();
+        }
+    }
+
+    // Token `i` is finished by block i % parts. What belongs to a warp's first token is loaded now.
+    const int own_tokens = (tokens + parts - 1) >> parts_shift;
+    float added[kEach], of_token = 1.0f;
+    auto load_terms = [&](int local) {
+        const int token = rank + (local << parts_shift);
+        if (token >= tokens) return;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const bool has_add = add != nullptr && exists(i) && lane + 32 * i < columns;
+            added[i] = has_add ? skinny_load(add, token * add_pitch + row_of(i), type(1)) : 0.0f;
+        }
+        if (scale_a != nullptr) of_token = scale_a[token * scale_a_step];
+    };
+    if (warp < kConsumerWarps) load_terms(warp);
+    __syncwarp();
+    // All rings of the cluster are free behind this barrier.
+    if (parts > 1) {
+        ptx::cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+    float* const received_squares = received + parts * own_tokens * kPitch;
+    if (warp < kConsumerWarps) {
+        const int row = warp * 16 + lane / 4;
+        float* const to = received + rank * own_tokens * kPitch + row;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int token = 8 * j + lane % 4 * 2 + c;
+                if (token >= tokens) continue;
+                float* const of_token = to + (token >> parts_shift) * kPitch;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) send_sum(of_token + 8 * r, token & (parts - 1), parts, sums[4 * j + 2 * r + c]);
+            }
+        if constexpr (NORM) {
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                float square = squares[v];
+#pragma unroll
+                for (int lanes = 1; lanes < 8; lanes *= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
+                const int token = thread / 8 + v * (kThreads / 8);
+                if (lane % 8 == 0 && token < tokens)
+                    send_sum(received_squares + rank * own_tokens + (token >> parts_shift), token & (parts - 1), parts, square);
+            }
+        }
+        __syncwarp();
+    }
+    if (parts > 1) {
+        ptx::cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+
+    const bool add_last = flags & kSwappedAddLast;
+    const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
+    for (int local = warp; warp < kConsumerWarps && rank + (local << parts_shift) < tokens; local += kConsumerWarps) {
+        const int token = rank + (local << parts_shift);
+        if (local != warp) load_terms(local);
+        float value[kEach];
+        if constexpr (NORM) {
+            float square = 0.0f;
+            for (int p = 0; p < parts; ++p) square += received_squares[p * own_tokens + local];
+            of_token = rsqrtf(square / static_cast<float>(k_bytes / 2) + static_cast<float>(eps));
+        }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) value[i] = 0.0f;
+        for (int p = 0; p < parts; ++p)
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) value[i] += received[(p * own_tokens + local) * kPitch + lane + 32 * i];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) value[i] = value[i] * of_token * times[i] + plus[i];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            if (!exists(i) || lane + 32 * i >= columns) continue;
+            const i64 at = token * out_pitch + first_column + lane + 32 * i;
+            float v = skinny_activation(add_last ? value[i] : value[i] + added[i], store.act);
+            if (gated) v *= value[(i + kEach / 2) % kEach];
+            if (add_last) v = fmaf(v, static_cast<float>(factor), added[i]);
+            if (flags & kSwappedAccumulate) v += skinny_load(out, at, store.out_type);
+            store.write(at, v);
+        }
+    }
+}
+
+}  // namespace rtk
