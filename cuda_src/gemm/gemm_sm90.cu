@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, kTogether, WAVES, COLS>;
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
-    constexpr bool kLeftInRegisters = SPLIT || (SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value);
+    constexpr bool kLeftInRegisters = !SPLIT && SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
     static_assert(!SPLIT || (!SHIFTED && !ACROSS_A && !ACROSS_B && WAVES == 1 && SCALES != kColumnScales), "two boxes of b");
     static_assert(!SHIFTED || (sizeof(A) == 1 && WAVES == 1 && SCALES != kColumnScales && FINISH == kPlainFinish), "8 bits, plain");
     using Shifted = ShiftedRows<Operands::kRows, COLS, STAGES>;
@@ -264,25 +264,17 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         Split split;
         if constexpr (SPLIT) split.begin(a_rows, a_group_pitch, tile, own_part * 64 + own_row);
         if constexpr (SPLIT && SCALES == kNoScales) {
-            u32 left[4][4], next[4][4];
-            auto load = [&](u32 (&to)[4][4]) {
+            auto& of_boxes = reinterpret_cast<float(&)[Split::kBoxes][Split::kHalf / 2]>(sums[0]);
+            for (int i = 0; i < blocks; ++i, state.advance()) {
                 wait_for(state);
-                Operands::load_left(to, base + state.stage * Operands::kStageBytes, static_cast<u32>(own_part));
-            };
-            load(left);
-#pragma unroll 1
-            for (int i = 0; i < blocks; ++i) {
-                const PipelineState<STAGES> here = state;
-                state.advance();
+                split.begin_stage(base + state.stage * Operands::kStageBytes, static_cast<u32>(own_part));
+                ptx::wgmma_pin(sums[0]);  // here and below, because of the conversions between products
                 ptx::wgmma_fence();
-                split.template multiply<0>(sums[0], left, stages + here.stage * Operands::kStageBytes, i != 0);
+                split.template multiply<0>(of_boxes, stages + state.stage * Operands::kStageBytes, static_cast<u32>(own_part), i != 0);
                 ptx::wgmma_commit();
-                if (i + 1 < blocks) load(next);  // here, while the products are in flight
                 ptx::wgmma_wait<0>();
-                pipeline.release_warp(here);
-                split.keep(left);
-#pragma unroll
-                for (int j = 0; j < 16; ++j) left[j / 4][j % 4] = next[j / 4][j % 4];
+                ptx::wgmma_pin(sums[0]);
+                pipeline.release_warp(state);
             }
         } else if constexpr (SCALES == kNoScales) {
             if (blocks == 0 && !starts) clear(sums);
@@ -314,6 +306,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
+                if constexpr (SPLIT) split.begin_stage(base + at.stage * Operands::kStageBytes, static_cast<u32>(own_part));
                 if constexpr (kLeftInRegisters)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };
@@ -332,10 +325,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     constexpr int kLastUnit = WAVES * kHalves - 1;
                     ptx::wgmma_fence();
                     if constexpr (SPLIT) {
-                        if (half == 0) split.template multiply<0>(part, left, stages + here.stage * Operands::kStageBytes, false);
+                        auto& of_boxes = reinterpret_cast<float(&)[Split::kBoxes / kHalves][Split::kHalf / 2]>(part);
+                        const ptx::SharedAddress at = stages + here.stage * Operands::kStageBytes;
+                        if (half == 0) split.template multiply<0>(of_boxes, at, static_cast<u32>(own_part), false);
                         if constexpr (kHalves == 2)
-                            if (half == 1)
-                                split.template multiply<kUnitCols>(part, left, stages + here.stage * Operands::kStageBytes, false);
+                            if (half == 1) split.template multiply<1>(of_boxes, at, static_cast<u32>(own_part), false);
                     } else if constexpr (kLeftInRegisters) {
                         static_assert(WAVES == 1, "one set of rows in registers");
                         Operands::multiply_left(part, left, stages + here.stage * Operands::kStageBytes, kUnitCols * half);
@@ -360,7 +354,6 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     if (unit == kLastUnit && i + 1 < blocks) wait_for(state);
                     ptx::wgmma_wait<0>();
                     if (SCALES == kRowScales && unit == kLastUnit) pipeline.release_warp(here);
-                    if (SPLIT && unit == kLastUnit) split.keep(left);
                     if (unit == kLastUnit && i + 1 < blocks) begin_stage(state, i + 2 == blocks);
                     const float times[2] = {of_row[w][0] * of_tile[half], of_row[w][1] * of_tile[half]};
                     promote<SCALES == kColumnScales>(sums[w] + kUnitCols / 2 * half, part, times,

@@ -3,8 +3,8 @@
 // before those of even rows, at a sector: where k begins, TMA fills these 16 bytes with zeros.
 //
 // A stage holds the even rows of b, then the odd ones (for a gated product, those of the gate, then those of the other half).
-// So accumulators have the even columns of a tile before its odd ones. a is loaded as it lies, and read into registers, where
-// its 16 bytes before a stage are kept: products with odd rows take registers from 16 bytes earlier on.
+// So accumulators have the even columns of a tile before its odd ones. a is loaded as it lies. Products with odd rows read it
+// from 16 bytes earlier on, the first ones from registers: these are the last 16 bytes of the stage before, and the first 16.
 #pragma once
 #include "gemm/operand.cuh"
 #include "gemm/schedule_sm90.cuh"
@@ -25,9 +25,11 @@ RTK_DEVICE constexpr int split_column(int place) {
 template <typename A, typename B, int ROWS, int COLS, bool GATED>
 struct SplitRows {
     static constexpr int kHalf = GATED ? COLS / 4 : COLS / 2;  // rows of b in a box
+    static constexpr int kBoxes = COLS / kHalf;
     static constexpr u32 kABytes = ROWS * kTileRow, kBoxBytes = kHalf * kTileRow;
 
-    u32 before[2] = {0, 0};  // of a: 4 of the 16 bytes before a stage, of rows g and g + 8 of lane 4g + t
+    // Of a: 4 of the 16 bytes before the next stage, of rows g and g + 8 of lane 4g + t; and of the first products with odd rows.
+    u32 before[2] = {0, 0}, left[4];
 
     // Called by one thread: loads depth k of a tile. `apart`: from the gate to the other half, an even number of rows of b.
     RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& even, const ptx::TensorMap& odd,
@@ -52,27 +54,29 @@ struct SplitRows {
         }
     }
 
-    // Called after the products of a stage with these rows of a have been waited for.
-    RTK_DEVICE void keep(const u32 (&left)[4][4]) { before[0] = left[3][2], before[1] = left[3][3]; }
+    // Called by a warpgroup when a stage has arrived and earlier products no longer read `left`: the 64 rows `part` of a.
+    RTK_DEVICE void begin_stage(const u8* stage, u32 part) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane % 16;
+        u32 ends[4];
+        ptx::ldmatrix_x4(ends, stage + (part * 64 + row) * kTileRow + ((lane / 16 * 7 ^ (row & 7)) << 4));
+        left[0] = before[0], left[1] = before[1], left[2] = ends[0], left[3] = ends[1];
+        before[0] = ends[2], before[1] = ends[3];
+    }
 
-    // Issues the products of a stage with rows of a in registers, and the columns from place COLUMN of the accumulators on.
-    template <int COLUMN, int SUMS>
-    RTK_DEVICE void multiply(float (&sums)[SUMS], const u32 (&left)[4][4], ptx::SharedAddress stage, bool add) const {
-        static_assert(2 * SUMS % kHalf == 0 && COLUMN % kHalf == 0, "whole boxes");
+    // Issues the products of a stage with the 64 rows `part` of a, and boxes of b from FIRST on.
+    template <int FIRST, int BOXES>
+    RTK_DEVICE void multiply(float (&sums)[BOXES][kHalf / 2], ptx::SharedAddress stage, u32 part, bool add) const {
+        const u64 of_a = k_major_descriptor(stage + part * 64 * kTileRow);
 #pragma unroll
-        for (int box = 0; box < 2 * SUMS / kHalf; ++box) {
-            auto& own = reinterpret_cast<float(&)[kHalf / 2]>(sums[box * (kHalf / 2)]);
-            const u64 right = k_major_descriptor(stage + kABytes + COLUMN * kTileRow + box * kBoxBytes);
+        for (int box = 0; box < BOXES; ++box) {
+            const u64 of_b = k_major_descriptor(stage + kABytes + (FIRST + box) * kBoxBytes);
+            const bool odd = (FIRST + box) % 2 != 0;
+            if (odd) ptx::wgmma_left<A, B>(sums[box], left, of_b, add);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if ((COLUMN / kHalf + box) % 2 == 0) {
-                    ptx::wgmma_left<A, B>(own, left[i], right + i * kNextKMajor, add || i != 0);
-                } else {
-                    const u32 earlier[4] = {i == 0 ? before[0] : left[i == 0 ? 0 : i - 1][2],
-                                            i == 0 ? before[1] : left[i == 0 ? 0 : i - 1][3], left[i][0], left[i][1]};
-                    ptx::wgmma_left<A, B>(own, earlier, right + i * kNextKMajor, add || i != 0);
-                }
-            }
+            for (int i = odd ? 1 : 0; i < 4; ++i)
+                ptx::wgmma_typed<A, B, false, false>(sums[box], of_a + i * kNextKMajor - (odd ? kEarly >> 4 : 0),
+                                                     of_b + i * kNextKMajor, add || i != 0);
         }
     }
 };

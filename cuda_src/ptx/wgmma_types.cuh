@@ -17,23 +17,25 @@ struct s8 {  // a type of elements only: u8 is the unsigned one
 
 namespace rtk::ptx {
 
-#define RTK_WGMMA_REGISTERS_16(constraint, i) \
+#define RTK_WGMMA_FROM_16(constraint, i) \
     constraint(d[i + 0]), constraint(d[i + 1]), constraint(d[i + 2]), constraint(d[i + 3]), \
     constraint(d[i + 4]), constraint(d[i + 5]), constraint(d[i + 6]), constraint(d[i + 7]), \
     constraint(d[i + 8]), constraint(d[i + 9]), constraint(d[i + 10]), constraint(d[i + 11]), \
     constraint(d[i + 12]), constraint(d[i + 13]), constraint(d[i + 14]), constraint(d[i + 15])
 #define RTK_WGMMA_NAMES_TO_56 RTK_WGMMA_NAMES_TO_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define RTK_WGMMA_REGISTERS_8(c, i) \
+#define RTK_WGMMA_FROM_8(c, i) \
     c(d[i + 0]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define RTK_WGMMA_REGISTERS_32(c) RTK_WGMMA_REGISTERS_16(c, 0), RTK_WGMMA_REGISTERS_16(c, 16)
-#define RTK_WGMMA_REGISTERS_48(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32)
-#define RTK_WGMMA_REGISTERS_56(c) RTK_WGMMA_REGISTERS_48(c), RTK_WGMMA_REGISTERS_8(c, 48)
-#define RTK_WGMMA_REGISTERS_64(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_REGISTERS_16(c, 32), RTK_WGMMA_REGISTERS_16(c, 48)
-#define RTK_WGMMA_REGISTERS_96(c) RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80)
-#define RTK_WGMMA_REGISTERS_112(c) RTK_WGMMA_REGISTERS_96(c), RTK_WGMMA_REGISTERS_16(c, 96)
+#define RTK_WGMMA_NAMES_TO_16 RTK_WGMMA_NAMES_0
+#define RTK_WGMMA_REGISTERS_16(c) RTK_WGMMA_FROM_16(c, 0)
+#define RTK_WGMMA_REGISTERS_32(c) RTK_WGMMA_FROM_16(c, 0), RTK_WGMMA_FROM_16(c, 16)
+#define RTK_WGMMA_REGISTERS_48(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_FROM_16(c, 32)
+#define RTK_WGMMA_REGISTERS_56(c) RTK_WGMMA_REGISTERS_48(c), RTK_WGMMA_FROM_8(c, 48)
+#define RTK_WGMMA_REGISTERS_64(c) RTK_WGMMA_REGISTERS_32(c), RTK_WGMMA_FROM_16(c, 32), RTK_WGMMA_FROM_16(c, 48)
+#define RTK_WGMMA_REGISTERS_96(c) RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_FROM_16(c, 64), RTK_WGMMA_FROM_16(c, 80)
+#define RTK_WGMMA_REGISTERS_112(c) RTK_WGMMA_REGISTERS_96(c), RTK_WGMMA_FROM_16(c, 96)
 #define RTK_WGMMA_REGISTERS_128(c)                                                                \
-    RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_REGISTERS_16(c, 64), RTK_WGMMA_REGISTERS_16(c, 80),      \
-        RTK_WGMMA_REGISTERS_16(c, 96), RTK_WGMMA_REGISTERS_16(c, 112)
+    RTK_WGMMA_REGISTERS_64(c), RTK_WGMMA_FROM_16(c, 64), RTK_WGMMA_FROM_16(c, 80),      \
+        RTK_WGMMA_FROM_16(c, 96), RTK_WGMMA_FROM_16(c, 112)
 
 // `types` is the end of the instruction's name, `flags` what follows the predicate.
 #define RTK_WGMMA_TYPED(n, sums, constraint, a_operand, b_operand, add_operand, types, flags)               \
@@ -90,6 +92,7 @@ namespace rtk::ptx {
         RTK_WGMMA_INTEGER_PAIR(n, sums, u8, s8, __VA_ARGS__)                               \
         RTK_WGMMA_INTEGER_PAIR(n, sums, u8, u8, __VA_ARGS__)                               \
     }
+RTK_WGMMA_TYPED_OF("32", 16, "16", "17", "18")
 RTK_WGMMA_TYPED_OF("64", 32, "32", "33", "34")
 RTK_WGMMA_TYPED_OF("96", 48, "48", "49", "50")
 RTK_WGMMA_TYPED_OF("112", 56, "56", "57", "58")
@@ -100,17 +103,12 @@ RTK_WGMMA_TYPED_OF("256", 128, "128", "129", "130")
 
 // The same with a in registers, and both operands along k: a[0 .. 3] are rows g and g + 8 at bytes 4t, then both at 16 + 4t,
 // of lane 4g + t.
-#define RTK_WGMMA_NAMES_TO_16 RTK_WGMMA_NAMES_0
-#define RTK_WGMMA_LEFT_16(c) RTK_WGMMA_REGISTERS_16(c, 0)
-#define RTK_WGMMA_LEFT_32(c) RTK_WGMMA_REGISTERS_32(c)
-#define RTK_WGMMA_LEFT_48(c) RTK_WGMMA_REGISTERS_48(c)
-#define RTK_WGMMA_LEFT_64(c) RTK_WGMMA_REGISTERS_64(c)
 #define RTK_WGMMA_LEFT(n, sums, types, flags, a0, a1, a2, a3, b_operand, add_operand)                          \
     asm volatile(                                                                                              \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %" add_operand ", 0;\n"                                             \
         "wgmma.mma_async.sync.aligned.m64n" n types " {" RTK_WGMMA_NAMES_TO_##sums "}, {%" a0 ", %" a1 ", %" a2 \
         ", %" a3 "}, %" b_operand ", p" flags ";\n}\n"                                                         \
-        : RTK_WGMMA_LEFT_##sums("+f")                                                                          \
+        : RTK_WGMMA_REGISTERS_##sums("+f")                                                                     \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
 #define RTK_WGMMA_LEFT_PAIR(n, sums, left, right, types, flags, ...)                     \
     if constexpr (is_same<A, left>::value && is_same<B, right>::value) {                 \
@@ -134,10 +132,6 @@ RTK_WGMMA_LEFT_OF("128", 64, "64", "65", "66", "67", "68", "69")
 #undef RTK_WGMMA_LEFT_OF
 #undef RTK_WGMMA_LEFT_PAIR
 #undef RTK_WGMMA_LEFT
-#undef RTK_WGMMA_LEFT_64
-#undef RTK_WGMMA_LEFT_48
-#undef RTK_WGMMA_LEFT_32
-#undef RTK_WGMMA_LEFT_16
 #undef RTK_WGMMA_NAMES_TO_16
 #undef RTK_WGMMA_TYPED_OF
 #undef RTK_WGMMA_INTEGER_PAIR
@@ -152,7 +146,8 @@ RTK_WGMMA_LEFT_OF("128", 64, "64", "65", "66", "67", "68", "69")
 #undef RTK_WGMMA_REGISTERS_48
 #undef RTK_WGMMA_REGISTERS_32
 #undef RTK_WGMMA_REGISTERS_16
-#undef RTK_WGMMA_REGISTERS_8
+#undef RTK_WGMMA_FROM_16
+#undef RTK_WGMMA_FROM_8
 #undef RTK_WGMMA_NAMES_TO_56
 
 }  // namespace rtk::ptx
