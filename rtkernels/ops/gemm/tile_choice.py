@@ -71,7 +71,7 @@ BETWEEN = (COLS_224, COLS_192)
 TALL = Tile(3, 1, 128, 4, 2)
 # Of bf16 without scales in the loop; others are gated by the first one.
 GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP, TALL)
-SPLIT_GATED_TILES = tuple(tile._replace(split=True) for tile in (LARGE, SMALL))
+SPLIT_GATED_TILES = tuple(tile._replace(split=True) for tile in (SMALL, TALL))
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
