@@ -86,8 +86,8 @@ class Size(NamedTuple):
     """What decides how long a dense product takes: rows and columns, and bytes of a row along k.
 
     ``a_rows``, ``b_rows``: how much longer L2 takes for 128 bytes of a row than if rows began at its lines (``loads``).
-    ``a_moved``, ``b_moved``: every second row is moved in shared memory. ``b_split``: `b_rows` of even and odd rows that
-    are loaded separately.
+    ``a_moved``, ``b_moved``: every second row is moved in shared memory. ``b_split``: `b_rows` of rows that are
+    loaded separately.
     """
 
     m: int
@@ -119,7 +119,7 @@ _ALONE = 1.22  # how much longer a single warpgroup takes, which cannot hide wha
 _ROW = 2.38  # of 128 bytes from L2, at least
 _LINE = (1.26, 0.985)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {8: 1.685, 16: 1.685, 32: 1.13, 64: 1.13}  # how much longer loads take, by the multiple at which rows begin
-_SPLIT = (1.06, 180)  # how much longer a stage takes with a in registers, and what is between two stages of one warpgroup
+_SPLIT = (1.06, 180)  # of split rows: how much longer products take, and what is between two stages of one warpgroup
 _MOVED = 4.7  # of each row of a stage of which two warps move every second one
 _EPILOGUE = (2295, 4.6)  # of a tile, and of each of its columns
 _PINGPONG = 0.94  # how much longer a stage takes in ping-pong, with what _HANDOVER does not count

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support import products
-from support.compare import poisoned
-from support.places import emulated
+from support.compare import poisoned, running_on
+from support.places import at, emulated
+from support.product_cases import assert_product, codes, exact
 
 import rtkernels
 from rtkernels import explain, scaled_mm
@@ -90,6 +91,17 @@ def test_infinities() -> None:
         )
     assert torch.equal(out[:, [0, 1, 3]], torch.full((3, 3), 1000.0))
     assert out[:, 2].isposinf().all() and out[:, 4].isnan().all()
+
+
+@at("sm_90", "cuda")
+@pytest.mark.parametrize("k", (31, 49, 565, 642, 673, 1000, 1008))
+@pytest.mark.parametrize("kind", ("e4m3", "bf16"))
+def test_public_calls(place: str, kind: str, k: int) -> None:
+    """Contiguous operands, some of which are padded or moved instead."""
+    a, b = codes(kind, 67, k), codes(kind, 131, k, seed=1)
+    with running_on(place) as device:
+        got = scaled_mm(a.codes.to(device), b.codes.to(device))
+        assert_product(got, *exact(a.values, b.values), codes=a.codes)
 
 
 def _product(k: int, token: str = "bf16", pitch: int = 0, n: int = 4096, **more: Any) -> Product:
