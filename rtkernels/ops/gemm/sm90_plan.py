@@ -130,10 +130,12 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
     return Boxes(name, _token(matrix), sizes, strides, box)
 
 
-def _odd_rows(b: Boxes, rows: int) -> Boxes:
-    """Return the map of odd rows of b, given that of even ones."""
-    half = b.strides[0] // 2
-    return b._replace(sizes=(b.sizes[0], rows // 2, 1), offset=half)
+def _split(name: str, b: Matrix, rows: int, k: int, box_rows: int) -> tuple[Boxes, Boxes]:
+    """Return the tensor maps of even and of odd rows."""
+    size = int(BYTES[b.token])
+    pitch = b.pitch * size
+    even = Boxes(name, _token(b), (k, -(-rows // 2), 1), (2 * pitch, 2 * pitch), (128 // size, box_rows, 1))
+    return even, even._replace(sizes=(k, rows // 2, 1), offset=pitch)
 
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
@@ -248,8 +250,6 @@ def _arguments(
     groups_out = count if g and g.kind in ("masked", "depth") else 1
     a = _operand(names.get("a", "a"), p.a, p.m, p.k, groups_a, tile.rows, tile.shifted)
     box_rows = tile.cols // 2 if finish == GATED else tile.cols
-    if tile.split:
-        box_rows //= 2
     b = _operand(names.get("b", "b"), p.b, _b_rows(p), p.k, groups_b, box_rows, tile.shifted)
     out_bytes = int(BYTES[p.out.token])
     starts = p.accumulate and starts_from_result()
@@ -268,8 +268,7 @@ def _arguments(
         a_scales = None
     b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
     if tile.split:
-        b = b._replace(sizes=(p.k, -(-_b_rows(p) // 2), 1), strides=(2 * p.b.pitch * int(BYTES[p.b.token]), b.strides[1]))
-        b_scales = _odd_rows(b, _b_rows(p))
+        b, b_scales = _split(names.get("b", "b"), p.b, _b_rows(p), p.k, box_rows // 2)
     factors = p.bias is not None or any(s is not None and not in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
     flags = (
         OUTPUTS[p.out.token] | (OUTPUTS[p.bias] if p.bias else 0) << 4 | (OUTPUTS[p.add] if p.add else 0) << 6

@@ -18,8 +18,8 @@ class Tile(NamedTuple):
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
     both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
-    operands are odd multiples of 8 bytes, every second one of which two warps of the producers move. ``split``: even and
-    odd rows of b are loaded separately, because they are odd multiples of 16 bytes.
+    operands are odd multiples of 8 bytes, every second one of which two warps of the producers move. ``split``: rows of
+    b are odd multiples of 16 bytes, even and odd ones of which are loaded separately.
     """
 
     consumers: int
