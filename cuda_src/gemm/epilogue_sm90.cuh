@@ -9,6 +9,7 @@
 //                  activation and the old result, and store exactly the valid rows and columns, in any alignment
 #pragma once
 #include "gemm/epilogue_flags_sm90.cuh"
+#include "gemm/split_rows_sm90.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/prefetch.cuh"
 #include "ptx/stmatrix.cuh"
@@ -270,9 +271,9 @@ RTK_DEVICE Sum as_sum(float value) {
 // Called by a warpgroup: finishes all its parts of a tile, WAVES of 64 rows; part_of(w) says where they are. `columns`
 // is [2, COLS] in shared memory: factors, then biases (not read without FACTORS). A single loop runs over boxes and
 // selects the accumulators of a box by comparison: registers cannot be indexed, and separate code for every box would
-// take seconds to compile. Stores are those of ptx/, because the compiler would merge plain ones and first move the
+// take seconds to compile. SPLIT: accumulators have even columns before odd ones (gemm/split_rows_sm90.cuh). Stores are those of ptx/, because the compiler would merge plain ones and first move the
 // accumulators to common registers. Batches of boxes share barriers.
-template <int COLS, bool FACTORS, typename Sum, int WAVES, int SLOTS, typename PartOf>
+template <int COLS, bool FACTORS, bool SPLIT, typename Sum, int WAVES, int SLOTS, typename PartOf>
 RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_factor)[WAVES][2], const float* columns,
                              BoxRing<SLOTS>& ring, const ResultPlace& place, const PartOf& part_of) {
     u32 thread[1] = {threadIdx.x};
@@ -322,6 +323,10 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
     const int named_row = row - lane / 4 + lane % 16, named_column = lane / 16;
     auto two_bytes = [&](ptx::SharedAddress box, int w, int first, auto eights) {
         constexpr int kEights = decltype(eights)::value;
+        if constexpr (SPLIT) {
+            SplitSums<COLS, Sum>{sums[w]}.template two_bytes<kEights / 2>(box, row, t, first / 2, flags.out() == kBf16);
+            return;
+        }
         float2 v[kEights][2];
         finished(w, first, v);
         u32 packed[kEights][2];
@@ -338,6 +343,10 @@ RTK_DEVICE void finish_parts(Sum (&sums)[WAVES][COLS / 2], const float (&row_fac
                              packed[j + 1][0], packed[j + 1][1]);
     };
     auto four_bytes = [&](ptx::SharedAddress box, int w, int first) {
+        if constexpr (SPLIT) {
+            SplitSums<COLS, Sum>{sums[w]}.four_bytes(box, row, t, first / 2);
+            return;
+        }
         float2 v[4][2];
         finished(w, first, v);
 #pragma unroll

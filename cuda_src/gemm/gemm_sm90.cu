@@ -20,6 +20,8 @@
 //   kColumnScales    a factor per row and one per column: 1x128 with 1x128, or 16-bit numbers with scales of b
 // SHIFTED: rows of operands are odd multiples of 8 bytes apart (gemm/shifted_rows_sm90.cuh). Then there are no groups, and
 // `starts` and `ends` are the last rows of a and b if they have no pair.
+// SPLIT: rows of b are odd multiples of 16 bytes apart (gemm/split_rows_sm90.cuh). Then there are no groups; `b_map` has the
+// even rows and `scale_b_map` the odd ones, `starts` is a, `a_group_pitch` the bytes between its rows, `depth` is 16 bytes more.
 // With flags.starts(), sums begin with the fp32 result so far instead of 0, and the result is stored, not added.
 // FINISH says where results are finished: in boxes (gemm/epilogue_sm90.cuh), or in registers (gemm/quantize_sm90.cuh),
 // quantised or gated; b then has 2 n rows, and a tile half as many columns of the result.
@@ -28,6 +30,7 @@
 #include "gemm/operand_sm90.cuh"
 #include "gemm/quantize_sm90.cuh"
 #include "gemm/shifted_rows_sm90.cuh"
+#include "gemm/split_rows_sm90.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/registers.cuh"
 
@@ -36,7 +39,7 @@ namespace rtk {
 inline constexpr int kPlainFinish = 0, kQuantizedFinish = 1, kGatedFinish = 2;
 
 template <typename A, typename B, bool ACROSS_A, bool ACROSS_B, int CONSUMERS, int WAVES, int COLS, int STAGES, int SLOTS,
-          bool SHIFTED, int SCALES, int FINISH>
+          bool SHIFTED, bool SPLIT, int SCALES, int FINISH>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     gemm_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map,
               const __grid_constant__ ptx::TensorMap out_map, const __grid_constant__ ptx::TensorMap scale_a_map,
@@ -53,7 +56,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     using Operands = TypedOperands<A, B, ACROSS_A, ACROSS_B, kTogether, WAVES, COLS>;
     using Sum = typename Operands::Sum;
     // Two products of the same rows of a, which are read from shared memory once.
-    constexpr bool kLeftInRegisters = SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
+    constexpr bool kLeftInRegisters = !SPLIT && SCALES == kRowScales && COLS == 256 && !is_same<Sum, i32>::value;
+    static_assert(!SPLIT || (!SHIFTED && !ACROSS_A && !ACROSS_B && WAVES == 1 && SCALES != kColumnScales), "two boxes of b");
     static_assert(!SHIFTED || (sizeof(A) == 1 && WAVES == 1 && SCALES != kColumnScales && FINISH == kPlainFinish), "8 bits, plain");
     using Shifted = ShiftedRows<Operands::kRows, COLS, STAGES>;
     constexpr int kRows = Operands::kRows, kDepth = Operands::kDepth, kConsumerWarps = 4 * CONSUMERS;
@@ -68,6 +72,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     constexpr bool kSplits = kSharesFinish && WAVES == 1 && !(ACROSS_A && ACROSS_B && COLS == 256);
     using Share = TileShare<kSplits>;
     constexpr bool kGated = FINISH == kGatedFinish;
+    using Split = SplitRows<A, B, kRows, COLS, kGated>;
     constexpr int kOutCols = kGated ? COLS / 2 : COLS;
     using Ring = BoxRing<SLOTS>;
     extern __shared__ u8 memory[];
@@ -81,6 +86,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     Shifted shifted(ptx::shared_address(barriers) + Pipeline<STAGES>::kBytes);  // where groups would have their table
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarp, 0);  // shuffled so that the compiler knows it is uniform
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const void* const a_rows = starts;
     const u64 places = reinterpret_cast<u64>(out) | reinterpret_cast<u64>(add);
     const bool aligned = places % 16 == 0 && (out_pitch | out_group_pitch | add_pitch) % 4 == 0;
     const EpilogueFlags flags{lower(flags_and_band) | static_cast<u32>(aligned) << 17};
@@ -133,6 +139,9 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     const ptx::SharedAddress full = pipeline.expect(state, bytes);
                     if constexpr (SHIFTED) {
                         Shifted::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row, tile.n);
+                    } else if constexpr (SPLIT) {
+                        Split::fetch(a_map, b_map, scale_b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row,
+                                     tile.n, static_cast<i32>(columns));
                     } else {
                         Operands::fetch(a_map, b_map, stages + state.stage * Operands::kStageBytes, full, tile.k + k, tile.row, group_a,
                                         tile.n, group_b, kGated ? static_cast<i32>(columns) : 0);
@@ -212,7 +221,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
 #pragma unroll
             for (int i = 0; i < kColumnsEach; ++i) {
-                const int at = thread + 128 * i, column = tile.n + at % kOutCols;
+                const int at = thread + 128 * i, place_in = at % kOutCols;
+                const int column = tile.n + (SPLIT ? split_column<kOutCols>(place_in) : place_in);
                 const bool exists = column < columns && at < COLS;
                 const u32 n = static_cast<u32>(column) + (kGated && at >= kOutCols ? static_cast<u32>(columns) : 0u);  // row of b
                 factor_bits[i] = 0x3f800000u, bias_bits[i] = 0;
@@ -238,7 +248,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         // Where registers allow; rtkernels/ops/gemm/sm90_plan.py chooses a smaller tile for the others.
         constexpr bool kStartScaled = sizeof(A) == 1 && !(SCALES == kRowScales && COLS == 256);
         constexpr bool kStarts =
-            FINISH == kPlainFinish && kFloatSums && COLS != 224 && (SCALES == kNoScales || kStartScaled);
+            FINISH == kPlainFinish && !SPLIT && kFloatSums && COLS != 224 && (SCALES == kNoScales || kStartScaled);
         const bool starts = kStarts && flags.starts();
         if constexpr (kStarts) {
             if (starts) {
@@ -251,7 +261,22 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                 }
             }
         }
-        if constexpr (SCALES == kNoScales) {
+        Split split;
+        if constexpr (SPLIT) split.begin(a_rows, a_group_pitch, tile, own_part * 64 + own_row);
+        if constexpr (SPLIT && SCALES == kNoScales) {
+            auto& of_boxes = reinterpret_cast<float(&)[Split::kBoxes][Split::kHalf / 2]>(sums[0]);
+            for (int i = 0; i < blocks; ++i, state.advance()) {
+                wait_for(state);
+                split.begin_stage(base + state.stage * Operands::kStageBytes, static_cast<u32>(own_part));
+                ptx::wgmma_pin(sums[0]);  // here and below, because of the conversions between products
+                ptx::wgmma_fence();
+                split.template multiply<0>(of_boxes, stages + state.stage * Operands::kStageBytes, static_cast<u32>(own_part), i != 0);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_pin(sums[0]);
+                pipeline.release_warp(state);
+            }
+        } else if constexpr (SCALES == kNoScales) {
             if (blocks == 0 && !starts) clear(sums);
             PipelineState<STAGES> last = state;
             // A wait for a stage names one bit of its phase, so that all earlier stages must have arrived.
@@ -281,6 +306,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
+                if constexpr (SPLIT) split.begin_stage(base + at.stage * Operands::kStageBytes, static_cast<u32>(own_part));
                 if constexpr (kLeftInRegisters)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };
@@ -298,7 +324,13 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                     const int w = unit / kHalves, half = unit % kHalves;
                     constexpr int kLastUnit = WAVES * kHalves - 1;
                     ptx::wgmma_fence();
-                    if constexpr (kLeftInRegisters) {
+                    if constexpr (SPLIT) {
+                        auto& of_boxes = reinterpret_cast<float(&)[Split::kBoxes / kHalves][Split::kHalf / 2]>(part);
+                        const ptx::SharedAddress at = stages + here.stage * Operands::kStageBytes;
+                        if (half == 0) split.template multiply<0>(of_boxes, at, static_cast<u32>(own_part), false);
+                        if constexpr (kHalves == 2)
+                            if (half == 1) split.template multiply<1>(of_boxes, at, static_cast<u32>(own_part), false);
+                    } else if constexpr (kLeftInRegisters) {
                         static_assert(WAVES == 1, "one set of rows in registers");
                         Operands::multiply_left(part, left, stages + here.stage * Operands::kStageBytes, kUnitCols * half);
                     } else {
@@ -367,16 +399,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_factor[w][r] = __uint_as_float(row_bits[w][r]);
         if constexpr (FINISH == kPlainFinish) {
-            finish_parts<COLS, true>(sums, row_factor, own_columns, ring, place, part_of);
+            finish_parts<COLS, true, SPLIT>(sums, row_factor, own_columns, ring, place, part_of);
         } else {
             static_assert(WAVES == 1 && (kOutCols % 128 == 0 || (kGated && SCALES == kNoScales)), "scales cover 128 columns");
             if (part_of(0).rows <= 0) continue;  // no barrier would follow before the next tile's columns are written
-            const int existing = static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
+            const int existing = SPLIT ? kOutCols : static_cast<int>(min(columns - tile.n, static_cast<i64>(kOutCols)));
             ptx::named_barrier_sync(ring.barrier, 128);  // all columns are valid
             float results[1][kOutCols < 128 ? kOutCols / 2 : 64];
             finish_in_registers<kGated, COLS, 0>(sums[0], row_factor[0], own_columns, flags.register_act(), existing, results[0]);
             if (flags.out() < kE4m3) {
-                if constexpr (kGated) finish_parts<kOutCols, false>(results, row_factor, own_columns, ring, place, part_of);
+                if constexpr (kGated) finish_parts<kOutCols, false, SPLIT>(results, row_factor, own_columns, ring, place, part_of);
             } else if constexpr (kOutCols % 128 == 0) {
                 const CodePlace codes{out_map, static_cast<u8*>(out), out_scale, out_pitch, out_scale_pitch,
                                       static_cast<i32>(columns), flags.out() == kE5m2, flags.aligned() && out_pitch % 16 == 0};

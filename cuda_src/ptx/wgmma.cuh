@@ -28,6 +28,12 @@ RTK_DEVICE void wgmma_pin(u32 (&registers)[N]) {
     for (u32& r : registers) asm volatile("" : "+r"(r)::"memory");
 }
 
+template <int N>
+RTK_DEVICE void wgmma_pin(float (&sums)[N]) {
+#pragma unroll
+    for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
+}
+
 RTK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending of the newest groups are unfinished.

@@ -12,6 +12,7 @@ INTEGERS = ("int8", "uint8")
 PAIRS = {(t, t) for t in FLOAT16} | {(a, b) for kinds in (FP8, INTEGERS) for a in kinds for b in kinds}
 OUTPUTS = {"bf16": 0, "fp16": 1, "fp32": 2, "int32": 3, "e4m3": 4, "e5m2": 5}
 SHIFTED = {("e4m3", "e4m3"), ("int8", "int8")}  # those whose rows may be multiples of 8 bytes
+SPLIT = {(t, t) for t in (*FLOAT16, "e4m3")}  # those that load even and odd rows of b separately
 REGISTERS = {("bf16", "bf16"), ("e4m3", "e4m3")}  # those with quantised and gated results
 ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 
@@ -51,6 +52,18 @@ def is_shifted(p: Product) -> bool:
         any(halves) and whole and not level() and (p.a.token, p.b.token) in SHIFTED and not (p.a.across or p.b.across)
         and p.groups is None and finish_of(p) == PLAIN
         and loop_scales(p) in ((NO_SCALES,) if p.a.token in INTEGERS else (NO_SCALES, ROW_SCALES))
+    )  # fmt: skip
+
+
+def is_split(p: Product) -> bool:
+    """Return True if even and odd rows of b may be loaded separately: they are odd multiples of 16 bytes apart."""
+    size = int(BYTES[p.b.token])
+    return (
+        (p.a.token, p.b.token) in SPLIT and p.b.aligned and p.b.pitch * size % 32 == 16 and p.k * size % 16 == 0
+        and not (p.a.across or p.b.across or is_shifted(p)) and p.groups is None and p.n > 1
+        and not level() and not (p.accumulate and starts_from_result()) and p.quantized is None
+        and not (in_loop(p.scale_a, p.k) or in_loop(p.scale_b, p.k))
+        and (p.gate is None or (p.n % 2 == 0 and p.a.token == "bf16"))
     )  # fmt: skip
 
 

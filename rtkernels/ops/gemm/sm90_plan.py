@@ -20,10 +20,12 @@ from rtkernels.ops.gemm.sm90_limits import (
     PAIRS,
     REGISTERS,
     SHIFTED,
+    SPLIT,
     TYPES,
     finish_of,
     in_loop,
     is_shifted,
+    is_split,
     loop_scales,
 )  # fmt: skip
 from rtkernels.ops.gemm.sm90_limits import (
@@ -41,6 +43,8 @@ from rtkernels.ops.gemm.tile_choice import (
     ROW_SCALES,
     SHIFTED_TILES,
     SMALL,
+    SPLIT_GATED_TILES,
+    SPLIT_TILES,
     TALL,
     TILES,
     Choice,
@@ -80,6 +84,11 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
             if pair in SHIFTED and scales in ((NO_SCALES,) if pair[0] in INTEGERS else (NO_SCALES, ROW_SCALES)):
                 for tile in SHIFTED_TILES:
                     yield (*types, False, False, *tile, scales, PLAIN)
+            if pair in SPLIT and scales in ((NO_SCALES, ROW_SCALES) if pair[0] in FP8 else (NO_SCALES,)):
+                for tile in SPLIT_TILES:
+                    yield (*types, False, False, *tile, scales, PLAIN)
+                for tile in SPLIT_GATED_TILES if pair[0] == "bf16" else ():
+                    yield (*types, False, False, *tile, scales, GATED)
             if pair in REGISTERS and scales != COLUMN_SCALES:
                 yield (*types, False, False, *LARGE, scales, QUANTIZED)
                 for tile in GATED_TILES if pair[0] in FLOAT16 else (LARGE,):
@@ -93,7 +102,7 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
 _BUILT = tuple(_variants())
 GEMM = Kernel(
     "gemm/gemm_sm90.cu", "gemm_sm90",
-    template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SHIFTED SCALES FINISH",
+    template="A B ACROSS_A ACROSS_B CONSUMERS WAVES COLS STAGES SLOTS SHIFTED SPLIT SCALES FINISH",
     args="a_map:tmap b_map:tmap out_map:tmap scale_a_map:tmap scale_b_map:tmap scale_a:ptr scale_b:ptr bias:ptr "
     "add:ptr out:ptr out_scale:ptr starts:ptr ends:ptr shared_sums:ptr arrived:ptr rows:i64 columns:i64 depth:i64 "
     "a_row_pitch:i64 a_depth_pitch:i64 a_group_pitch:i64 b_row_pitch:i64 b_depth_pitch:i64 b_group_pitch:i64 "
@@ -119,6 +128,14 @@ def _operand(name: str, matrix: Matrix, rows: int, k: int, groups: int, tile_row
     strides = box_strides(sizes, (matrix.pitch, matrix.group_pitch), size)
     box = (64, 64, 1) if matrix.across else (128 // size, tile_rows, 1)
     return Boxes(name, _token(matrix), sizes, strides, box)
+
+
+def _split(name: str, b: Matrix, rows: int, k: int, box_rows: int) -> tuple[Boxes, Boxes]:
+    """Return the tensor maps of even and of odd rows."""
+    size = int(BYTES[b.token])
+    pitch = b.pitch * size
+    even = Boxes(name, _token(b), (k, -(-rows // 2), 1), (2 * pitch, 2 * pitch), (128 // size, box_rows, 1))
+    return even, even._replace(sizes=(k, rows // 2, 1), offset=pitch)
 
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
@@ -164,9 +181,10 @@ def steps(
         chosen = _choice(p, scales, sms, None if tile is None else Tile(*tile))
         tile, sharing, grid = chosen if sharing is None else (chosen.tile, sharing, grid)
     tile = Tile(*tile)
+    depth = _depth(p, tile)
     tiles = tile_count(tile, p.m, _b_rows(p)) if g is None else _grouped_tiles(p, g, tile)
     variant = (TYPES[p.a.token], TYPES[p.b.token], p.a.across, p.b.across, *tile, scales, finish)
-    sharing = sharing_limit(sharing, tiles, p.k * int(BYTES[p.a.token]), grid)
+    sharing = sharing_limit(sharing, tiles, depth * int(BYTES[p.a.token]), grid)
     grid = (grid or sharing) if sharing else max(min(sms, tiles), 1)
     launch = GEMM.bind(
         variant, device, grid, tile.threads, tile.shared(scales, count), resident=sharing > 0,
@@ -197,8 +215,9 @@ def summary(product: Product, target: Target) -> str:
     """Return the tile that a product would get on an H200, for ``explain``."""
     tile, sharing, grid = _choice(product, loop_scales(product), 132)
     what = "the last ones" if grid else "them"
+    split = ", even and odd rows of b separately" if tile.split else ""
     how = f", {sharing} blocks share {what} along k" if sharing else ", in ping-pong" if tile.waves > 1 else ""
-    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{how}"
+    return f"{tile.rows} x {tile.cols} tiles, {tile.stages} stages{split}{how}"
 
 
 def estimate(product: Product, sms: int) -> float:
@@ -214,6 +233,11 @@ def gated_tiles(product: Product) -> int:
 
 def _b_rows(p: Product) -> int:
     return 2 * p.n if p.gate is not None else p.n
+
+
+def _depth(p: Product, tile: Tile) -> int:
+    """Return the k that a tile goes through: where odd rows of b begin 16 bytes early, they end as much later."""
+    return p.k + (16 // int(BYTES[p.b.token]) if tile.split else 0)
 
 
 def _arguments(
@@ -243,13 +267,15 @@ def _arguments(
     if g and g.kind in ("rows", "labels") and g.align % 4:  # boxes begin at multiples of 16 bytes
         a_scales = None
     b_scales = _scale_boxes("scale_b", p.scale_b, p.n, p.k, groups_b, tile.cols) if scales == COLUMN_SCALES else None
+    if tile.split:
+        b, b_scales = _split(names.get("b", "b"), p.b, _b_rows(p), p.k, box_rows // 2)
     factors = p.bias is not None or any(s is not None and not in_loop(s, p.k) for s in (p.scale_a, p.scale_b))
     flags = (
         OUTPUTS[p.out.token] | (OUTPUTS[p.bias] if p.bias else 0) << 4 | (OUTPUTS[p.add] if p.add else 0) << 6
         | (ACTS[p.act] << 8 if finish == PLAIN else ACTS[p.gate or p.act] << 20)
         | accumulate << 12 | by_tma << 13 | (by_tma and adds) << 14
         | in_loop(p.scale_a, p.k) << 15 | in_loop(p.scale_b, p.k) << 16 | factors << 18
-        | (a_scales is not None) << 24 | (b_scales is not None) << 25
+        | (a_scales is not None) << 24 | (b_scales is not None and not tile.split) << 25
         | (tile.shifted and p.a.halves) << 26 | (tile.shifted and p.b.halves) << 27
         | starts << 28
     )  # fmt: skip
@@ -257,13 +283,19 @@ def _arguments(
     *b_pitches, b_rows, b_shift = _scale_arguments(p.scale_b, p.k)
     if g and g.kind == "masked" and p.scale_a is not None and a_pitches[2] == 0 and a_rows == 1:
         a_pitches[2] = p.m * a_pitches[0]
+    if tile.split:  # rows of a in memory
+        a_pitches[2] = p.a.pitch * int(BYTES[p.a.token])
+    if tile.shifted:
+        cuts: tuple[Any, Any] = tuple(_alone(p, names))
+    else:
+        cuts = (names.get("a", "a"), 0) if tile.split else _cuts(g)
     return [
         a, b, out, a_scales or a, b_scales or a,
         names.get("scale_a", "scale_a") if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
         "add" if p.add else 0,
-        "out", "out_scale" if p.quantized else 0, *(_alone(p, names) if tile.shifted else _cuts(g)),
+        "out", "out_scale" if p.quantized else 0, *cuts,
         *(("shared_sums", "arrived") if sharing else (0, 0)),
-        p.m, p.n, p.k, *a_pitches, *b_pitches,
+        p.m, p.n, _depth(p, tile), *a_pitches, *b_pitches,
         a_rows | b_rows << 32, a_shift | b_shift << 32, p.out.pitch, p.out.group_pitch, -(-p.m // 4) * 4, p.add_pitch,
         (_GROUPS[g.kind] if g else 0) | (count or sharing) << 32, flags | max(_BAND_ROWS // tile.rows, 1) << 32,
     ]  # fmt: skip
@@ -289,7 +321,8 @@ def _cuts(g: Groups | None) -> tuple[str | int | Offset, str | int | Offset]:
 def _size_of(p: Product) -> Size:
     size, moved = int(BYTES[p.a.token]), is_shifted(p)
     of_a, of_b = loads(p.a.pitch * size), loads(p.b.pitch * size)
-    return Size(p.m, _b_rows(p), p.k * size, of_a, of_b, moved and p.a.halves, moved and p.b.halves)
+    of_split = loads(2 * p.b.pitch * size)
+    return Size(p.m, _b_rows(p), p.k * size, of_a, of_b, moved and p.a.halves, moved and p.b.halves, of_split)
 
 
 def _choice(p: Product, scales: int, sms: int, only: Tile | None = None) -> Choice:
@@ -305,10 +338,14 @@ def _choices(p: Product, scales: int, sms: int, only: Tile | None = None) -> lis
     tiles = [tile for tile in known if (*types, *tile, scales, finish) in _BUILT]
     if p.accumulate and starts_from_result():  # the others have no registers left
         tiles = [tile for tile in tiles if tile.cols != 224 and (scales != ROW_SCALES or tile.cols < 256)]
+    if is_split(p) and g is None:
+        more = SPLIT_GATED_TILES if finish == GATED else SPLIT_TILES
+        tiles += [tile for tile in more if (*types, *tile, scales, finish) in _BUILT]
     if p.quantized is not None:  # scales cover 128 columns of a tile
         tiles = [LARGE]
     if finish == GATED and m > _GATED_ROWS and _b_rows(p) * p.k * BYTES[p.b.token] > _GATED_BYTES:
-        tiles = [tile for tile in tiles if tile == (TALL if m <= TALL.rows else LARGE)] or [LARGE]
+        large = TALL if m <= TALL.rows else LARGE
+        tiles = [tile for tile in tiles if tile._replace(split=False) == large] or [LARGE]
     if g is not None:
         if g.kind in ("masked", "depth"):  # as if groups lay side by side
             m, n = (g.expected if g.kind == "masked" else 0) or m, n * g.count

@@ -18,7 +18,8 @@ class Tile(NamedTuple):
     ``consumers`` warpgroups have 64 rows each of ``cols`` columns; with more than one of ``waves``, each has a tile of
     its own of as many times 64 rows, and one multiplies while the other one finishes. ``stages`` hold 128 bytes of k of
     both operands, and every warpgroup has ``slots`` boxes for results that are being stored. ``shifted``: rows of
-    operands are odd multiples of 8 bytes, every second one of which two warps of the producers move.
+    operands are odd multiples of 8 bytes, every second one of which two warps of the producers move. ``split``: rows of
+    b are odd multiples of 16 bytes, even and odd ones of which are loaded separately.
     """
 
     consumers: int
@@ -27,6 +28,7 @@ class Tile(NamedTuple):
     stages: int
     slots: int
     shifted: bool = False
+    split: bool = False
 
     @property
     def rows(self) -> int:
@@ -57,6 +59,8 @@ NARROW = Tile(1, 1, 64, 12, 2)  # for few rows: twice as many blocks, so that fe
 SHIFTED_TILES = (  # of 8-bit operands; two stages at a time must have arrived
     Tile(1, 1, 128, 6, 2, True), Tile(2, 1, 128, 5, 2, True), Tile(2, 1, 192, 4, 3, True), Tile(1, 1, 64, 12, 2, True),
 )  # fmt: skip
+# Of rows of b that are odd multiples of 16 bytes. 224 columns spill.
+SPLIT_TILES = tuple(tile._replace(split=True) for tile in (LARGE, COLS_192, SMALL, ONE_WARPGROUP, NARROW))
 TILES = {  # by what is in the loop
     NO_SCALES: (LARGE, SQUARE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW, PINGPONG),
     ROW_SCALES: (LARGE, COLS_224, COLS_192, SMALL, ONE_WARPGROUP, NARROW),
@@ -67,6 +71,7 @@ BETWEEN = (COLS_224, COLS_192)
 TALL = Tile(3, 1, 128, 4, 2)
 # Of bf16 without scales in the loop; others are gated by the first one.
 GATED_TILES = (LARGE, SMALL, ONE_WARPGROUP, TALL)
+SPLIT_GATED_TILES = tuple(tile._replace(split=True) for tile in (SMALL, TALL))
 # Of grouped products, whose sizes are not known: times of a tile's element, relative to those of the large tile.
 _SLOWER = {LARGE: 1.0, SMALL: 1.12, ONE_WARPGROUP: 1.5}
 PLAIN, QUANTIZED, GATED = 0, 1, 2  # how results are finished; the last two in registers, by tiles of 256 columns
@@ -81,7 +86,8 @@ class Size(NamedTuple):
     """What decides how long a dense product takes: rows and columns, and bytes of a row along k.
 
     ``a_rows``, ``b_rows``: how much longer L2 takes for 128 bytes of a row than if rows began at its lines (``loads``).
-    ``a_moved``, ``b_moved``: every second row is moved in shared memory.
+    ``a_moved``, ``b_moved``: every second row is moved in shared memory. ``b_split``: `b_rows` of rows that are
+    loaded separately.
     """
 
     m: int
@@ -91,6 +97,7 @@ class Size(NamedTuple):
     b_rows: float = 1.0
     a_moved: bool = False
     b_moved: bool = False
+    b_split: float = 1.0
 
 
 class Choice(NamedTuple):
@@ -112,6 +119,7 @@ _ALONE = 1.22  # how much longer a single warpgroup takes, which cannot hide wha
 _ROW = 2.38  # of 128 bytes from L2, at least
 _LINE = (1.26, 0.985)  # of a line of L2, of which they may be in two: of one SM, and what is added if all of them load
 _ROWS = {8: 1.685, 16: 1.685, 32: 1.13, 64: 1.13}  # how much longer loads take, by the multiple at which rows begin
+_SPLIT = (1.06, 180)  # of split rows: how much longer products take, and what is between two stages of one warpgroup
 _MOVED = 4.7  # of each row of a stage of which two warps move every second one
 _EPILOGUE = (2295, 4.6)  # of a tile, and of each of its columns
 _PINGPONG = 0.94  # how much longer a stage takes in ping-pong, with what _HANDOVER does not count
@@ -134,8 +142,10 @@ def loads(pitch_bytes: int) -> float:
 def _step(tile: Tile, size: Size, scales: int, busy: float) -> float:
     """Return the cycles of a stage: products, loads or moves, whatever takes longest. `busy`: SMs that load."""
     products = _STEP[scales] * tile.rows * tile.cols / (128 * 256) * (1.0 if tile.consumers > 1 else _ALONE)
-    line = _LINE[0] + _LINE[1] * busy
-    loading = tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, size.b_rows * line)
+    if tile.split:
+        products = products * _SPLIT[0] + (0 if tile.consumers > 1 else _SPLIT[1])
+    line, b_rows = _LINE[0] + _LINE[1] * busy, size.b_split if tile.split else size.b_rows
+    loading = tile.rows * max(_ROW, size.a_rows * line) + tile.cols * max(_ROW, b_rows * line)
     moving = _MOVED * (tile.rows * size.a_moved + tile.cols * size.b_moved)
     return max(products, loading, moving)
 
@@ -148,7 +158,8 @@ def cycles(choice: Choice, size: Size, scales: int, sms: int) -> float:
     step = _step(tile, size, scales, busy) * (_PINGPONG if tile.waves > 1 else 1.0)
     epilogue = _EPILOGUE[0] + _EPILOGUE[1] * tile.cols
     delivered = min(_BYTES, _OF_AN_SM * sms * busy)
-    memory = (size.m * size.a_rows + size.n * size.b_rows) * size.k_bytes / delivered
+    b_rows = size.b_split if tile.split else size.b_rows
+    memory = (size.m * size.a_rows + size.n * b_rows) * size.k_bytes / delivered
     if not sharing:
         each = steps * step
         rounds = -(-tiles // sms)

@@ -88,7 +88,8 @@ def test_rows_inside_of_sectors_take_longer() -> None:
 @pytest.mark.parametrize(
     "m, n, k, told",
     (
-        (439, 936, 6264, "128 x 128 tiles, 5 stages, 128 blocks share them along k"),
+        (439, 936, 6264, "128 x 128 tiles, 5 stages, even and odd rows of b separately, 128 blocks share them along k"),
+        (439, 936, 6256, "128 x 128 tiles, 5 stages, 128 blocks share them along k"),
         (4096, 4096, 1024, "128 x 128 tiles, 5 stages, in ping-pong"),
         (8192, 4096, 8192, "128 x 256 tiles, 3 stages"),
     ),

@@ -74,6 +74,9 @@ RTK_DEVICE void wgmma_fence() {}
 template <int N>
 RTK_DEVICE void wgmma_pin(u32 (&)[N]) {}
 
+template <int N>
+RTK_DEVICE void wgmma_pin(float (&)[N]) {}
+
 RTK_DEVICE void wgmma_commit() { ++emu::closed_groups(); }
 
 template <int kPending>

@@ -40,14 +40,14 @@ RTK_DEVICE double emulated_element(const EmulatedMatrix& matrix, int i, int k) {
 
 template <typename A, typename B, bool kAcrossA, bool kAcrossB, typename Sum>
 void emulated_typed_product(const EmulatedProduct& p) {
-    constexpr int kDepth = 32 / sizeof(A);
+    constexpr int kDepth = 32 / sizeof(A), kPerWord = 4 / sizeof(A);
     const int lane = static_cast<int>(emu::lane()), t = lane % 4;
     const int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
     Sum* sums = reinterpret_cast<Sum*>(p.sums);
     double a[2][kDepth];
     for (int r = 0; r < 2; ++r)
         for (int k = 0; k < kDepth; ++k)
-            a[r][k] = p.in_registers ? emulated_element<A>(p.left[r][k / 4] >> 8 * (k % 4))  // fp8 only
+            a[r][k] = p.in_registers ? emulated_element<A>(p.left[r][k / kPerWord] >> 8 * sizeof(A) * (k % kPerWord))
                                      : emulated_element<A, kAcrossA>(p.a, row + 8 * r, k);
     for (int j = 0; j < p.eights; ++j)
         for (int c = 0; c < 2; ++c) {
