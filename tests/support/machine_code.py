@@ -18,7 +18,7 @@ from pathlib import Path
 from rtkernels.runtime import cpus, targets, warm
 from rtkernels.runtime.build import cache
 
-_SYMBOLS = (2, 3)  # types of sections: a table of symbols, one of strings
+_SYMBOLS = (2, 3, 0x70000085)  # types of sections: a table of symbols, one of strings, a second one of symbols
 _NO_BYTES = 8
 
 
