@@ -63,6 +63,10 @@ class AdamW(Stepping):
         seed: Of the random numbers. They depend on the seed, the step, the parameter's position among all, and the
             element's place in the whole tensor, so a run can be repeated, and shards of the first dimension round like
             the whole tensor. Those of another dimension count on from the place of their first element.
+        offload: Keep moments and master weights of parameters of 65536 elements or more in pinned host memory. A step
+            copies them to the device and back in chunks of 64 MiB, three at a time, while others are updated; updates
+            have the same bits. Synchronise the device before you read ``state``; ``state_dict`` does. Not for DTensors,
+            and not in a CUDA graph. A state dict does not change it.
 
     Raises:
         ArgumentError: A hyperparameter is out of range, a parameter has an unsupported dtype or layout, or `amsgrad` or
@@ -87,13 +91,14 @@ class AdamW(Stepping):
         master: bool = True,
         stochastic: bool = False,
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         check_torchs_options(
             {"amsgrad": amsgrad, "differentiable": differentiable, "capturable": capturable},
             {"foreach": foreach, "fused": fused},
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"state": state, "master": master, "stochastic": stochastic, "seed": seed}
+        defaults |= {"state": state, "master": master, "stochastic": stochastic, "seed": seed, "offload": offload}
         check_options(defaults, self._kinds)
         super().__init__(params, defaults)
 

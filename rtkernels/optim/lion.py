@@ -35,6 +35,7 @@ class Lion(Stepping):
         master: Whether 16-bit parameters have fp32 master weights.
         stochastic: Round bfloat16 parameters without master weights stochastically.
         seed: Of the random numbers, as for `AdamW`.
+        offload: Keep the momentum and master weights in pinned host memory, as for `AdamW`.
 
     Raises:
         ArgumentError: A hyperparameter is out of range, or a parameter has an unsupported dtype or layout.
@@ -55,9 +56,10 @@ class Lion(Stepping):
         master: bool = True,
         stochastic: bool = False,
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"state": state, "master": master, "stochastic": stochastic, "seed": seed}
+        defaults |= {"state": state, "master": master, "stochastic": stochastic, "seed": seed, "offload": offload}
         check_options(defaults, self._kinds)
         super().__init__(params, defaults)
 

@@ -109,6 +109,8 @@ class Muon(AdamW):
         group = self.param_groups[-1]
         _check_muon(group)
         if group["use_muon"]:
+            if group["offload"]:
+                raise ArgumentError("offload is True, and use_muon is True; expected use_muon=False for such a group")
             for p in group["params"]:
                 if p.dim() not in (2, 3):
                     raise ArgumentError(

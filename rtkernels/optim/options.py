@@ -46,7 +46,7 @@ def check_options(group: dict[str, Any], kinds: tuple[str, ...]) -> None:
             raise ArgumentError(f"{name} is {beta}; expected a number from 0 to below 1")
     if group["state"] not in kinds:
         raise ArgumentError(f"state is {group['state']!r}; expected {', '.join(map(repr, kinds))}")
-    for name in ("master", "stochastic"):
+    for name in ("master", "stochastic", "offload"):
         if not isinstance(group[name], bool):
             raise ArgumentError(f"{name} is {group[name]!r}; expected True or False")
     if group["master"] and group["stochastic"]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.optim import moments
+from rtkernels.optim import moments, offload
 from rtkernels.optim.options import check_options, check_torchs_options
 from rtkernels.runtime.layout import FLOAT_DTYPES
 from rtkernels.runtime.operator.sharding import is_sharded, local
@@ -36,6 +37,9 @@ class Stepping(torch.optim.Optimizer):
         """
         check_options({**self.defaults, **param_group}, self._kinds)
         super().add_param_group(param_group)
+        if self.param_groups[-1].get("offload"):
+            for p in self.param_groups[-1]["params"]:
+                offload.check(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or one of those that its documentation names.
@@ -50,15 +54,19 @@ class Stepping(torch.optim.Optimizer):
         """
         for group in state_dict["param_groups"]:
             check_torchs_options(group, {})
-        super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype, which would discard the low bits of moments and master weights.
+        placed = [group.get("offload", False) for group in self.param_groups]
+        # torch casts state to the parameter's dtype, which would discard the low bits of moments and master weights. It
+        # also copies state to the parameter's device, which may lack the room if states are offloaded.
+        super().load_state_dict({**state_dict, "state": {}} if any(placed) else state_dict)
+        for group, offloads in zip(self.param_groups, placed, strict=True):
+            group["offload"] = offloads  # a choice of this process, not of the one that saved
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             check_options(group, self._kinds)
-        kinds = {p: group["state"] for group in self.param_groups for p in group["params"]}
+        groups = {p: group for group in self.param_groups for p in group["params"]}
         for i, p in zip(saved, mine, strict=True):
             state = state_dict["state"].get(i)
             if not state:
@@ -68,16 +76,20 @@ class Stepping(torch.optim.Optimizer):
             if "step" not in state and self._moments > 1:
                 raise ArgumentError(f"the state of a parameter has {', '.join(map(str, state))}; expected step, too")
             step = torch.as_tensor(state.get("step", 0), dtype=torch.float32, device=p.device).clone().reshape(())
-            self.state[p] = {"step": step, **moments.loaded(p, state, kinds[p], self._moments)}
+            found = moments.loaded(p, state, groups[p]["state"], self._moments)
             if "master" in state and p.dtype != torch.float32:
-                self.state[p]["master"] = moments.copied(p, state["master"])
+                found["master"] = moments.copied(p, state["master"])
+            self.state[p] = {"step": step, **self._placed(p, found, groups[p])}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as ``torch.optim.Optimizer.state_dict`` does.
 
         Step counts of parameters with codes of ``state="8bit"`` are Python numbers, as in bitsandbytes, which waits for
-        the device.
+        the device. With offloaded states it waits for the device, too.
         """
+        for device in {p.device for group in self.param_groups if group.get("offload") for p in group["params"]}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         result = super().state_dict()
         coded = [state for state in result["state"].values() if "state1" in state]
         counts = torch.stack([state["step"] for state in coded]).tolist() if coded else []
@@ -113,8 +125,13 @@ class Stepping(torch.optim.Optimizer):
         for device, lists in self._lists(group).items():
             scalars = (_moved(lr if isinstance(lr, Tensor) else None, device),
                        _moved(grad_scale, device), _moved(found_inf, device))  # fmt: skip
-            for plain, one in lists.items():
-                self._launch(plain[0], one, scalars, 0.0 if isinstance(lr, Tensor) else float(lr), group)
+            rate = 0.0 if isinstance(lr, Tensor) else float(lr)
+            for (plain, *_, offloaded), one in lists.items():
+                if not offloaded:
+                    self._launch(plain, one, scalars, rate, group)
+                    continue
+                launch = partial(self._launch, plain, scalars=scalars, lr=rate, group=group)
+                offload.Offloaded(one, group["state"], launch).run(self._origin_from)
 
     def _launch(
         self, plain: bool, lists: Lists, scalars: tuple[Tensor | None, ...], lr: float, group: dict[str, Any]
@@ -154,7 +171,8 @@ class Stepping(torch.optim.Optimizer):
                 )
             if group["stochastic"] and p.dtype == torch.float16:
                 raise ArgumentError("stochastic is True, and a parameter is float16; expected bfloat16 or float32")
-            key = (not coded and (full or master is not None), coded, master is not None)
+            offloaded = offload.is_offloaded(p, group)
+            key = (not coded and (full or master is not None), coded, master is not None, offloaded)
             device = p.device
             of_device = found.get(device)
             if of_device is None:
@@ -188,14 +206,30 @@ class Stepping(torch.optim.Optimizer):
             known |= {q: moments.origin(q, i) for i, q in enumerate(order) if q not in known}
         return known[p]
 
+    def _origin_from(self, origin: Tensor, begin: int) -> Tensor:
+        """Return the place of a parameter's elements from a given one on."""
+        if begin == 0:
+            return origin
+        known = self.__dict__.setdefault("_origins_of_slices", {})
+        if (key := (origin, begin)) not in known:
+            known[key] = origin.clone()
+            known[key][1] += begin
+        return known[key]
+
+    def _placed(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        """Return a state, all but its step count, where the group keeps it."""
+        if not offload.is_offloaded(p, group):
+            return state
+        return {name: offload.on_host(value) for name, value in state.items()}
+
     def _start(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if p.dtype not in FLOAT_DTYPES or p.layout != torch.strided:
             raise ArgumentError(f"a parameter is {p.dtype}, {p.layout}; expected dense bfloat16, float16 or float32")
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state |= moments.start(p, group["state"], self._moments)
+            state |= self._placed(p, moments.start(p, group["state"], self._moments), group)
         if p.dtype != torch.float32 and group["master"]:
-            state["master"] = p.detach().float()
+            state |= self._placed(p, {"master": p.detach().float()}, group)
 
 
 def _like_parameter(grad: Tensor, p: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Benchmark rows of ``group_norm``, and of torch's through ``aten``: the planes of a diffusion model's UNet and of a VAE."""
+"""Benchmark rows of ``group_norm`` and of torch's through ``aten``: planes of a diffusion model's UNet and of a VAE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8 codes and scales of a tensor, by the kernels of ``quantize_fp8`` or, without 16-byte accesses, of ``combine``."""
+"""int8 codes and scales of a tensor, by ``quantize_fp8``'s kernels or, without 16-byte accesses, ``combine``'s."""
 
 from __future__ import annotations
 
@@ -87,6 +87,4 @@ def quantize_int8(
     return QUANTIZE.call(x, granularity)
 
 
-OP = Op(
-    "quantize_int8", public=("quantize_int8",), kernels=(), torch_ops=(QUANTIZE,), uses=("combine", "quantize_fp8")
-)
+OP = Op("quantize_int8", public=("quantize_int8",), kernels=(), torch_ops=(QUANTIZE,), uses=("combine", "quantize_fp8"))

@@ -1,4 +1,4 @@
-"""The kernels of ``quantize_fp8``, ``dequantize_fp8`` and ``quantize_fp8_experts``; some serve ``quantize_int8``, too."""
+"""The kernels of ``quantize_fp8``, ``dequantize_fp8``, ``quantize_fp8_experts`` and, in part, ``quantize_int8``."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ def _check(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> None
         raise ArgumentError(f"bias has dtype {bias.dtype}; expected {weight.dtype}, that of weight")
 
 
-def _check_bwd(
-    x: Meta, weight: Meta | None, bias: Meta | None, mean: Meta, rstd: Meta, groups: int
-) -> None:
+def _check_bwd(x: Meta, weight: Meta | None, bias: Meta | None, mean: Meta, rstd: Meta, groups: int) -> None:
     _check(x, weight, bias, groups)
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         token(name, statistic.dtype, (torch.float32,))

@@ -60,11 +60,18 @@ def check(given: dict[str, Any], groups: int, act: str | None) -> None:
     y = rtkernels.group_norm(*leaves, groups=groups, act=act)
     assert y.is_contiguous() and y.dtype == given["x"].dtype
     y.backward(given["dy"])
-    assert_same_bits(rtkernels.group_norm(*(None if t is None else t.detach() for t in leaves), groups=groups, act=act), y)
+    assert_same_bits(
+        rtkernels.group_norm(*(None if t is None else t.detach() for t in leaves), groups=groups, act=act), y
+    )
     wanted = exact(**given, groups=groups, act=act)
-    for what, got, want in zip(("y", "dx", "dweight", "dbias"), (y.detach(), *(t if t is None else t.grad for t in leaves)), wanted, strict=True):
+    for what, got, want in zip(
+        ("y", "dx", "dweight", "dbias"),
+        (y.detach(), *(t if t is None else t.grad for t in leaves)),
+        wanted,
+        strict=True,
+    ):
         if want is not None and want.numel():
-            # One rounding, and a few of fp32 (of 2^-20 behind the fast exponential of 16-bit types) of the largest terms.
+            # One rounding, and a few of fp32 (2^-20 behind the fast exponential of 16-bit types) of the largest term.
             fast = 2.0**-18 if given["x"].dtype != torch.float32 else 2.0**-20
             slack = fast / ROUNDOFF[got.dtype] * (8 + want.abs().amax())
             assert_close(got, want, c=1.05, scale=want.abs() + slack, what=what)
@@ -165,7 +172,9 @@ def test_results_may_be_given() -> None:
 
 def test_torch_compile() -> None:
     x, weight = torch.randn(2, 4, 3, requires_grad=True), torch.randn(4, requires_grad=True)
-    run = torch.compile(lambda x, w: rtkernels.group_norm(x, w, groups=2, act="silu"), fullgraph=True, backend="aot_eager")
+    run = torch.compile(
+        lambda x, w: rtkernels.group_norm(x, w, groups=2, act="silu"), fullgraph=True, backend="aot_eager"
+    )
     y, wanted = run(x, weight), F.silu(F.group_norm(x, 2, weight))
     torch.testing.assert_close(y, wanted)
     grads = (torch.autograd.grad(t.sum(), (x, weight)) for t in (y, wanted))
