@@ -19,7 +19,7 @@ from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
 _ACTS = (None, "silu")
-_WHY_NOT_INVARIANT = "the statistics of a group are added in slices by the number of groups of the batch"
+_WHY_NOT_INVARIANT = "the number of groups in the batch decides how their statistics are added"
 
 
 def _check(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> None:
