@@ -474,6 +474,12 @@ def quantize_int8(
 ) -> tuple[Tensor, Tensor]:
     """Quantise a tensor to int8 codes and scales, symmetrically."""
 
+def group_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, groups: int, eps: float | None = None,
+    act: Literal['silu'] | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Normalise groups of channels to mean 0 and variance 1, and apply silu on request."""
+
 def mla_rope(
     q: Tensor, kv: Tensor, k_pos: Tensor, cos: Tensor, sin: Tensor, *, layout: Literal['bshd', 'sbhd', 'bhsd'] =
     'sbhd', output_layout: Literal['bshd', 'sbhd', 'bhsd'] | None = None, interleaved: bool = True,

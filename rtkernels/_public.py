@@ -24,6 +24,7 @@ OPS = {
     "row_dot": "ops.reduce.row_dot",
     "softmax": "ops.reduce.softmax",
     "nonzero_mv": "ops.reduce.nonzero_mv",
+    "group_norm": "ops.reduce.group_norm",
     "mla_rope": "ops.rope.mla_rope",
     "qk_norm_rope": "ops.rope.qk_norm_rope",
     "qkv_split": "ops.attention.qkv_split",

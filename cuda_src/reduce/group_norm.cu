@@ -1,11 +1,13 @@
-// group_norm with the statistics that aten keeps: y = (x - mean) * rstd * weight[c] + bias[c]. x is dense, (batch,
-// channels, spatial); a row is a group of neighbouring channels of one batch entry, `cols` = channels of a group *
-// spatial elements. Statistics come from a row reduction, in fp32 (mean and variance); aten keeps them in x's type.
+// group_norm: y = act((x - mean) * rstd * weight[c] + bias[c]), act the identity or silu. x is dense, (batch, channels,
+// spatial); a row is a group of neighbouring channels of one batch entry, `cols` = channels of a group * spatial
+// elements. Statistics come from a row reduction, in fp32 (mean and variance), and are kept as S: fp32, or T as aten keeps
+// them. W: type of weight and bias.
 //
 // group_norm_apply, group_norm_bwd: a block owns a slice of a row. plane_sums: a group of threads owns one channel of
-// one batch entry and writes the sums of dy * z and dy to `partial` [batch][2][channels]; dx takes its row's sums from
-// there, and a reduction over the batch, in order, gives the gradients of weight and bias. Arithmetic: fp32, rounded
-// once.
+// one batch entry and writes the sums of g * z and g to `partial` [batch][2][channels], z = (x - mean) * rstd and g = dy
+// times the slope of act; dx takes its row's sums from there, and a reduction over the batch, in order, gives the
+// gradients of weight and bias. Arithmetic: fp32, rounded once.
+#include "common/math.cuh"
 #include "reduce/group_state.cuh"
 
 namespace rtk {
@@ -23,6 +25,17 @@ RTK_DEVICE void channel_values(const T* p, u32 at, u32 spatial, float otherwise,
     }
 }
 
+// silu(v), and its slope.
+template <typename T>
+RTK_DEVICE float silu(float v) {
+    return sigmoid_gate<sizeof(T) == 2>(v, v).product;
+}
+template <typename T>
+RTK_DEVICE float silu_slope(float v) {
+    const SigmoidGate at = sigmoid_gate<sizeof(T) == 2>(v, v);
+    return fmaf(at.product, 1.0f - at.sigmoid, at.sigmoid);
+}
+
 struct RowSlice {
     i64 row;
     i64 begin, end;
@@ -33,112 +46,134 @@ struct RowSlice {
     }
 };
 
-template <typename T, int N>
-RTK_DEVICE void apply_slice(const T* x, const T* weight, const T* bias, T* y, float mean, float rstd, i64 cols, i64 spatial,
-                            const RowSlice& slice) {
+template <typename T, typename W, int N>
+RTK_DEVICE void apply_slice(const T* x, const W* weight, const W* bias, T* y, float mean, float rstd, i64 cols, i64 spatial,
+                            bool act, const RowSlice& slice) {
     for (i64 at = slice.begin + threadIdx.x * N; at < slice.end; at += kReduceThreads * N) {
         float v[N], w[N], b[N];
         load_stream<T, N>(x + slice.row * cols + at, v);
-        channel_values<T, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
-        channel_values<T, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
+        channel_values<W, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
+        channel_values<W, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * rstd * w[i] + b[i];
+        if (act) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[i] = silu<T>(v[i]);
+        }
         store<T, N>(y + slice.row * cols + at, v);
     }
 }
 
-template <typename T>
+template <typename T, typename W, typename S>
 __global__ void __launch_bounds__(kReduceThreads)
-    group_norm_apply(const T* x, const float* variances, const float* means, const T* weight, const T* bias, T* y, T* mean,
-                     T* rstd, i64 cols, i64 groups, i64 spatial, double eps, i64 slices, i64 per_slice, i64 aligned) {
+    group_norm_apply(const T* x, const float* variances, const float* means, const W* weight, const W* bias, T* y, S* mean,
+                     S* rstd, i64 cols, i64 groups, i64 spatial, double eps, i64 act, i64 slices, i64 per_slice, i64 aligned) {
     const RowSlice slice(cols, slices, per_slice);
     const float center[1] = {means[slice.row]}, inverse[1] = {rsqrtf(variances[slice.row] + static_cast<float>(eps))};
-    if (slice.begin == 0 && threadIdx.x == 0) store<T, 1>(mean + slice.row, center), store<T, 1>(rstd + slice.row, inverse);
+    if (slice.begin == 0 && threadIdx.x == 0) store<S, 1>(mean + slice.row, center), store<S, 1>(rstd + slice.row, inverse);
     const i64 first = slice.row % groups * (cols / spatial);  // of the group's channels
-    const T* w = weight == nullptr ? nullptr : weight + first;
-    const T* b = bias == nullptr ? nullptr : bias + first;
+    const W* w = weight == nullptr ? nullptr : weight + first;
+    const W* b = bias == nullptr ? nullptr : bias + first;
     if (aligned) {
-        apply_slice<T, 16 / sizeof(T)>(x, w, b, y, center[0], inverse[0], cols, spatial, slice);
+        apply_slice<T, W, 16 / sizeof(T)>(x, w, b, y, center[0], inverse[0], cols, spatial, act != 0, slice);
     } else {
-        apply_slice<T, 1>(x, w, b, y, center[0], inverse[0], cols, spatial, slice);
+        apply_slice<T, W, 1>(x, w, b, y, center[0], inverse[0], cols, spatial, act != 0, slice);
     }
 }
 
 template <typename T>
-RTK_DEVICE float statistic(const T* p, i64 row) {
+RTK_DEVICE float number_at(const T* p, i64 at) {
     float v[1];
-    load_keep<T, 1>(p + row, v);
+    load_keep<T, 1>(p + at, v);
     return v[0];
 }
 
 template <typename T, int N>
-RTK_DEVICE PairSum::State plane_sum(const T* dy, const T* x, float mean, float rstd, i64 spatial, const RowGroup& group) {
+RTK_DEVICE PairSum::State plane_sum(const T* dy, const T* x, float mean, float rstd, float weight, float bias, bool act,
+                                    i64 spatial, const RowGroup& group) {
     PairSum::State s = PairSum::identity();
     for (i64 at = group.thread * N; at < spatial; at += group.threads * N) {
         float g[N], v[N];
         load_keep<T, N>(dy + at, g);
         load_keep<T, N>(x + at, v);
 #pragma unroll
-        for (int i = 0; i < N; ++i) s.a += g[i] * ((v[i] - mean) * rstd), s.b += g[i];
+        for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * rstd;
+        if (act) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) g[i] *= silu_slope<T>(v[i] * weight + bias);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) s.a += g[i] * v[i], s.b += g[i];
     }
     return s;
 }
 
-template <typename T>
+// weight and bias matter with act only.
+template <typename T, typename W, typename S>
 __global__ void __launch_bounds__(kReduceThreads)
-    plane_sums(const T* dy, const T* x, const T* mean, const T* rstd, float* partial, i64 planes, i64 channels,
-               i64 group_channels, i64 spatial, i64 threads_per_row, i64 aligned) {
+    plane_sums(const T* dy, const T* x, const W* weight, const W* bias, const S* mean, const S* rstd, float* partial,
+               i64 planes, i64 channels, i64 group_channels, i64 spatial, i64 act, i64 threads_per_row, i64 aligned) {
     const RowGroup group(threads_per_row);
     const i64 plane = static_cast<i64>(blockIdx.x) * group.count + group.index;
+    const i64 batch = plane / channels, channel = plane - batch * channels;
     PairSum::State s = PairSum::identity();
     if (plane < planes) {
         const i64 row = plane / group_channels, at = plane * spatial;
-        const float center = statistic(mean, row), inverse = statistic(rstd, row);
-        s = aligned ? plane_sum<T, 16 / sizeof(T)>(dy + at, x + at, center, inverse, spatial, group)
-                    : plane_sum<T, 1>(dy + at, x + at, center, inverse, spatial, group);
+        const float center = number_at(mean, row), inverse = number_at(rstd, row);
+        const float w = weight == nullptr ? 1.0f : number_at(weight, channel);
+        const float b = bias == nullptr ? 0.0f : number_at(bias, channel);
+        s = aligned ? plane_sum<T, 16 / sizeof(T)>(dy + at, x + at, center, inverse, w, b, act != 0, spatial, group)
+                    : plane_sum<T, 1>(dy + at, x + at, center, inverse, w, b, act != 0, spatial, group);
     }
     s = combined<PairSum>(s, group.threads);
     if (plane >= planes || group.thread != 0) return;
-    const i64 batch = plane / channels, channel = plane - batch * channels;
     partial[batch * 2 * channels + channel] = s.a;
     partial[(batch * 2 + 1) * channels + channel] = s.b;
 }
 
-// dx = rstd * (g - mean(g) - z * mean(g * z)), g = dy * weight, z = (x - mean) * rstd.
-template <typename T, int N>
-RTK_DEVICE void bwd_slice(const T* dy, const T* x, const T* weight, T* dx, float mean, float rstd, float first, float second,
-                          i64 cols, i64 spatial, const RowSlice& slice) {
+// dx = rstd * (g * weight - mean(g * weight) - z * mean(g * weight * z)).
+template <typename T, typename W, int N>
+RTK_DEVICE void bwd_slice(const T* dy, const T* x, const W* weight, const W* bias, T* dx, float mean, float rstd, float first,
+                          float second, bool act, i64 cols, i64 spatial, const RowSlice& slice) {
     for (i64 at = slice.begin + threadIdx.x * N; at < slice.end; at += kReduceThreads * N) {
         float g[N], v[N], w[N];
         load_stream<T, N>(dy + slice.row * cols + at, g);
         load_stream<T, N>(x + slice.row * cols + at, v);
-        channel_values<T, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
+        channel_values<W, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
+        if (act) {
+            float b[N];
+            channel_values<W, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
+#pragma unroll
+            for (int i = 0; i < N; ++i) g[i] *= silu_slope<T>((v[i] - mean) * rstd * w[i] + b[i]);
+        }
 #pragma unroll
         for (int i = 0; i < N; ++i) g[i] = rstd * (g[i] * w[i] - first - (v[i] - mean) * rstd * second);
         store<T, N>(dx + slice.row * cols + at, g);
     }
 }
 
-template <typename T>
+template <typename T, typename W, typename S>
 __global__ void __launch_bounds__(kReduceThreads)
-    group_norm_bwd(const T* dy, const T* x, const T* weight, const T* mean, const T* rstd, const float* partial, T* dx,
-                   i64 cols, i64 groups, i64 channels, i64 spatial, i64 slices, i64 per_slice, i64 aligned) {
+    group_norm_bwd(const T* dy, const T* x, const W* weight, const W* bias, const S* mean, const S* rstd,
+                   const float* partial, T* dx, i64 cols, i64 groups, i64 channels, i64 spatial, i64 act, i64 slices,
+                   i64 per_slice, i64 aligned) {
     const RowSlice slice(cols, slices, per_slice);
     const i64 batch = slice.row / groups, group_channels = channels / groups;
     const i64 channel0 = (slice.row - batch * groups) * group_channels;
-    const T* w = weight == nullptr ? nullptr : weight + channel0;
+    const W* w = weight == nullptr ? nullptr : weight + channel0;
+    const W* b = bias == nullptr ? nullptr : bias + channel0;
     PairSum::State s = PairSum::identity();
     for (i64 c = threadIdx.x; c < group_channels; c += kReduceThreads) {
-        const float scale = w == nullptr ? 1.0f : statistic(w, c);
+        const float scale = w == nullptr ? 1.0f : number_at(w, c);
         s.a += scale * partial[(batch * 2 + 1) * channels + channel0 + c];
         s.b += scale * partial[batch * 2 * channels + channel0 + c];
     }
     s = combined<PairSum>(s, kReduceThreads);
-    const float over = 1.0f / static_cast<float>(cols), center = statistic(mean, slice.row), inverse = statistic(rstd, slice.row);
+    const float over = 1.0f / static_cast<float>(cols), center = number_at(mean, slice.row), inverse = number_at(rstd, slice.row);
     if (aligned) {
-        bwd_slice<T, 16 / sizeof(T)>(dy, x, w, dx, center, inverse, s.a * over, s.b * over, cols, spatial, slice);
+        bwd_slice<T, W, 16 / sizeof(T)>(dy, x, w, b, dx, center, inverse, s.a * over, s.b * over, act != 0, cols, spatial, slice);
     } else {
-        bwd_slice<T, 1>(dy, x, w, dx, center, inverse, s.a * over, s.b * over, cols, spatial, slice);
+        bwd_slice<T, W, 1>(dy, x, w, b, dx, center, inverse, s.a * over, s.b * over, act != 0, cols, spatial, slice);
     }
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.table import DTYPE, EMPTY, OPTION, NotHandled, Overload, has_cuda_kernel, refused_rows
-from rtkernels.ops.reduce import batch_norm, group_norm, row_norm, weight_norm
+from rtkernels.ops.reduce import batch_norm, group_norm_plan, row_norm, weight_norm
 from rtkernels.ops.reduce.softmax_columns import softmax_columns, softmax_columns_grad
 from rtkernels.ops.reduce.softmax_plan import plan_as_torch
 from rtkernels.ops.shared.strided import FLOATS
@@ -138,7 +138,7 @@ def _group_norm(
         return refused
     if x.dim() > 3 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return OPTION  # torch keeps the format on the CPU
-    y, mean, rstd = group_norm.group_norm(x.reshape(N, C, HxW), weight, bias, group, eps)
+    y, mean, rstd = group_norm_plan.normalize(x.reshape(N, C, HxW), weight, bias, group, eps)
     return y.view(x.shape), mean, rstd
 
 
@@ -151,7 +151,7 @@ def _group_norm_backward(
         return refused or DTYPE
     wanted = output_mask[0], output_mask[1] or output_mask[2]
     given = (t.reshape(N, C, HxW) for t in (grad_out, x))
-    dx, parameters = group_norm.group_norm_grads(*given, weight, mean, rstd, group, wanted)
+    dx, parameters = group_norm_plan.gradients(*given, weight, None, mean, rstd, group, wanted)
     dw, db = parameters or (None, None)
     return _wanted(output_mask, None if dx is None else dx.view(x.shape), dw, db)
 

@@ -1,4 +1,4 @@
-"""The kernels of ``quantize_fp8``, ``dequantize_fp8`` and ``quantize_fp8_experts``."""
+"""The kernels of ``quantize_fp8``, ``dequantize_fp8``, ``quantize_fp8_experts`` and, in part, ``quantize_int8``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from rtkernels.runtime.layout import WIDTH
 
 _PAIRS = [(t, f) for t in WIDTH for f in ("e4m3", "e5m2")]
 _ALIGNED16 = [(t, f, WIDTH[t]) for t, f in _PAIRS]
+# With one scale for the tensor or for a row, codes may be int8, too.
+_BYTE_PAIRS = [(t, code) for t in WIDTH for code in ("e4m3", "e5m2", "int8")]
+_BYTE_ALIGNED16 = [(t, code, WIDTH[t]) for t, code in _BYTE_PAIRS]
 GENERIC_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}  # common/any_type.cuh
 GENERIC_THREADS = 256
 
@@ -18,23 +21,23 @@ AMAX = Kernel(
     variants=list(WIDTH.items()),
 )  # fmt: skip
 SMALL = Kernel(
-    "quant/quantize_fp8.cu", "quantize_fp8_tensor_small", template="T F8", max_registers=64,
-    args="x:ptr q:ptr scale:ptr vectors:i64 pow2:i64", variants=_PAIRS,
+    "quant/quantize_fp8.cu", "quantize_fp8_tensor_small", template="T Code", max_registers=64,
+    args="x:ptr q:ptr scale:ptr vectors:i64 pow2:i64", variants=_BYTE_PAIRS,
 )  # fmt: skip
 TENSOR = Kernel(
-    "quant/quantize_fp8.cu", "quantize_fp8_tensor", template="T F8 VEC", max_registers=56,
+    "quant/quantize_fp8.cu", "quantize_fp8_tensor", template="T Code VEC", max_registers=56,
     args="x:ptr scale:ptr partial:ptr q:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 slices_per_row:i64 "
     "partials:i64 pow2:i64",
-    variants=_ALIGNED16,
+    variants=_BYTE_ALIGNED16,
 )  # fmt: skip
 _ROW_ARGS = "x:ptr q:ptr scale:ptr rows:i64 cols:i64 x_stride:i64 threads_per_row:i64 pow2:i64"
 ROW = Kernel(
-    "quant/quantize_fp8.cu", "quantize_fp8_row", template="T F8 VEC", max_registers=48,
-    args=_ROW_ARGS, variants=_ALIGNED16,
+    "quant/quantize_fp8.cu", "quantize_fp8_row", template="T Code VEC", max_registers=48,
+    args=_ROW_ARGS, variants=_BYTE_ALIGNED16,
 )  # fmt: skip
 ROW_LONG = Kernel(
-    "quant/quantize_fp8.cu", "quantize_fp8_row_long", template="T F8 VEC", max_registers=48,
-    args=_ROW_ARGS, variants=_ALIGNED16,
+    "quant/quantize_fp8.cu", "quantize_fp8_row_long", template="T Code VEC", max_registers=48,
+    args=_ROW_ARGS, variants=_BYTE_ALIGNED16,
 )  # fmt: skip
 GROUPED = Kernel(
     "quant/quantize_fp8_tile.cu", "quantize_fp8_group", template="T F8 VEC", max_registers=64,

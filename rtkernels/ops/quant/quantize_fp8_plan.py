@@ -1,4 +1,4 @@
-"""Launch planning of ``quantize_fp8``: shapes, checks, and metadata to launches."""
+"""Launch planning of ``quantize_fp8`` and ``quantize_int8``: shapes, checks, and metadata to launches."""
 
 from __future__ import annotations
 
@@ -146,13 +146,25 @@ def plan_quantize(
         if m.vec == 1:
             return Steps(*generic_steps(m, t, f, pow2, granularity, scale_layout))
         return Steps(_BY_GRANULARITY[granularity](m, t, f, pow2, scale_layout))
-    if m.vec > 1 and m.rows == 1 and m.cols * x.dtype.itemsize <= _SMALL_BYTES:
+    return generic_tensor(m, t, f, pow2) if m.vec == 1 else _tensor(m, t, f, pow2)
+
+
+def plan_int8(x: Meta, granularity: str) -> Steps | None:
+    """Return the launches for int8 codes with a scale per row or tensor; None without 16-byte accesses."""
+    t = x.token
+    m = Matrix(x, WIDTH[t], flat=granularity == "tensor")
+    if m.vec == 1:
+        return None
+    return _tensor(m, t, "int8", 0) if granularity == "tensor" else Steps(_row(m, t, "int8", 0, "row"))
+
+
+def _tensor(m: Matrix, t: str, f: str, pow2: int) -> Steps:
+    device = m.device
+    if m.rows == 1 and m.cols // m.vec * 16 <= _SMALL_BYTES:
         grid = -(-m.cols // (m.vec * _SMALL_THREADS))
         launch = kernels.SMALL.bind((t, f), device, grid, _SMALL_THREADS)
         return Steps(Step(launch, "x", "q", "scale", m.cols // m.vec, pow2))
-    if m.vec == 1:
-        return generic_tensor(m, t, f, pow2)
-    # One scale for the tensor: a pass for the largest magnitude, then one that quantises.
+    # A pass for the largest magnitude, then one that quantises.
     reading, writing = m.row_slices(8), m.row_slices(4)
     blocks = min(reading.grid, _AMAX_BLOCKS_PER_SM * device_info(device).sm_count)
     build_together(device, (kernels.AMAX, (t, m.vec)), (kernels.TENSOR, (t, f, m.vec)))

@@ -1,142 +1,201 @@
-"""group_norm with the statistics that aten keeps, and its gradients from them."""
+"""Normalisation of groups of channels, with an optional silu, and its backward."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Literal
 
-from rtkernels.ops.reduce.reduction import reduce
-from rtkernels.ops.shared.strided import TOKEN, power_of_two
-from rtkernels.runtime.launch.device import device_info
-from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import TYPES
-from rtkernels.runtime.operator.declared import Dense, Meta, Primitive, misaligned
-from rtkernels.runtime.operator.plan import Memory, Step, Steps
+import torch
+from torch import Tensor, is_grad_enabled
+
+from rtkernels.errors import ArgumentError
+from rtkernels.ops.reduce import group_norm_plan
+from rtkernels.runtime.call.public import public
+from rtkernels.runtime.checks import check_shape, token
+from rtkernels.runtime.layout import nothing
+from rtkernels.runtime.operator.arguments import Among, check_integer
+from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
+from rtkernels.runtime.operator.declared import Dense, Meta, Operator
+from rtkernels.runtime.operator.plan import Memory, Steps
 from rtkernels.runtime.operator.registry import Op
 
-_THREADS = 256
-_SLICED = "slices:i64 per_slice:i64 aligned:i64"
-_APPLY = Kernel(
-    "reduce/group_norm.cu", "group_norm_apply", template="T", variants=TYPES, max_registers=80, tier="aten",
-    args="x:ptr variances:ptr means:ptr weight:ptr bias:ptr y:ptr mean:ptr rstd:ptr cols:i64 groups:i64 spatial:i64 "
-    f"eps:f64 {_SLICED}",
+_ACTS = (None, "silu")
+_WHY_NOT_INVARIANT = "the number of groups in the batch decides how their statistics are added"
+
+
+def _check(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> None:
+    if len(x.shape) < 2:
+        raise ArgumentError(f"x has shape {tuple(x.shape)}; expected [batch, channels, ...]")
+    channels = x.shape[1]
+    if groups < 1 or channels % groups:
+        raise ArgumentError(f"groups is {groups}; expected a divisor of {channels}, the number of channels")
+    cols = channels // groups
+    for size in x.shape[2:]:
+        cols *= size
+    if cols >= 2**31:
+        raise ArgumentError(f"x has {cols} elements in a group; expected fewer than 2^31")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check_shape(name, parameter.shape, (channels,), "one number for each channel")
+            token(name, parameter.dtype, dict.fromkeys((x.dtype, torch.float32)))
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise ArgumentError(f"bias has dtype {bias.dtype}; expected {weight.dtype}, that of weight")
+
+
+def _check_bwd(x: Meta, weight: Meta | None, bias: Meta | None, mean: Meta, rstd: Meta, groups: int) -> None:
+    _check(x, weight, bias, groups)
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        token(name, statistic.dtype, (torch.float32,))
+        check_shape(name, statistic.shape, (x.shape[0], groups))
+
+
+# ---- the same in plain torch ----------------------------------------------------------------------------------------
+
+
+def _grouped(t: Tensor, groups: int) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32)).reshape(t.shape[0], groups, t.shape[1] // groups, -1)
+
+
+def _parameter(t: Tensor | None, x: Tensor, groups: int, otherwise: float) -> Tensor:
+    wider = torch.promote_types(x.dtype, torch.float32)
+    if t is None:
+        return torch.full((), otherwise, dtype=wider, device=x.device)
+    return t.to(wider).view(1, groups, -1, 1)
+
+
+def _reference_fwd(x, weight, bias, groups, eps, act):
+    if x.numel() == 0:
+        empty = torch.zeros((x.shape[0], groups), dtype=torch.float32, device=x.device)
+        return x.new_empty(x.shape), empty, empty.clone()
+    v = _grouped(x, groups)
+    variance, mean = torch.var_mean(v, (2, 3), correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    y = (v - mean) * rstd * _parameter(weight, x, groups, 1.0) + _parameter(bias, x, groups, 0.0)
+    if act:
+        y = torch.nn.functional.silu(y)
+    return y.reshape(x.shape).to(x.dtype).contiguous(), mean.view(-1, groups).float(), rstd.view(-1, groups).float()
+
+
+def _reference_bwd(dy, x, weight, bias, mean, rstd, groups, act, need_x, need_weight, need_bias):
+    if x.numel() == 0:
+        needed = (x, need_x), (weight, need_weight), (bias, need_bias)
+        return tuple(t.new_zeros(t.shape) if need else nothing(x) for t, need in needed)
+    w, shape = _parameter(weight, x, groups, 1.0), (x.shape[0], groups, 1, 1)
+    center, inverse = (t.to(w.dtype).view(shape) for t in (mean, rstd))
+    g, z = _grouped(dy, groups), (_grouped(x, groups) - center) * inverse
+    if act:
+        u = z * w + _parameter(bias, x, groups, 0.0)
+        s = torch.sigmoid(u)
+        g = g * s * (1 + u * (1 - s))
+    dx = dweight = dbias = nothing(x)
+    if need_x:
+        h = g * w
+        dx = inverse * (h - h.mean((2, 3), keepdim=True) - z * (h * z).mean((2, 3), keepdim=True))
+        dx = dx.reshape(x.shape).to(x.dtype).contiguous()
+    if need_weight:
+        dweight = (g * z).sum((0, 3)).reshape(-1).to(weight.dtype)
+    if need_bias:
+        dbias = g.sum((0, 3)).reshape(-1).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+def _planes(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _forward(x, weight, bias, groups, eps, act):
+    y, mean, rstd = group_norm_plan.normalize(_planes(x), weight, bias, groups, eps, act, torch.float32)
+    return y.view(x.shape), mean, rstd
+
+
+def _backward(dy, x, weight, bias, mean, rstd, groups, act, need_x, need_weight, need_bias):
+    wanted = need_x, need_weight or need_bias
+    given = _planes(dy), _planes(x), weight, bias, mean, rstd
+    dx, parameters = group_norm_plan.gradients(*given, groups, wanted, act)
+    dweight, dbias = parameters or (None, None)
+    return (
+        dx.view(x.shape) if need_x else nothing(x), dweight if need_weight else nothing(x),
+        dbias if need_bias else nothing(x),
+    )  # fmt: skip
+
+
+_INPUTS = Dense("x"), Dense("weight", None, optional=True), Dense("bias", None, optional=True)
+FORWARD = Operator(
+    "group_norm_fwd", _INPUTS, options="int groups, float eps, bool act", numbers="eps", results="y mean rstd",
+    outputs=lambda x, groups: (Memory.like(x), *[Memory((x.shape[0], groups), torch.float32)] * 2),
+    plan=lambda: Steps(instead=_forward), reference=_reference_fwd, check=_check,
+    not_invariant=(1, _WHY_NOT_INVARIANT),
 )  # fmt: skip
-_PLANES = Kernel(
-    "reduce/group_norm.cu", "plane_sums", template="T", variants=TYPES, max_registers=64, tier="aten",
-    args="dy:ptr x:ptr mean:ptr rstd:ptr partial:ptr planes:i64 channels:i64 group_channels:i64 spatial:i64 "
-    "threads_per_row:i64 aligned:i64",
-)  # fmt: skip
-_BWD = Kernel(
-    "reduce/group_norm.cu", "group_norm_bwd", template="T", variants=TYPES, max_registers=80, tier="aten",
-    args="dy:ptr x:ptr weight:ptr mean:ptr rstd:ptr partial:ptr dx:ptr cols:i64 groups:i64 channels:i64 spatial:i64 "
-    f"{_SLICED}",
-)  # fmt: skip
-
-
-def _sliced(x: Meta, groups: int, starts: int, device: int) -> tuple[int, int, tuple[int, int, int]]:
-    """Return the grid, elements of a row, and how rows are cut: slices for four blocks on each SM."""
-    batch, channels, spatial = x.shape
-    cols = channels // groups * spatial
-    vector = 16 // x.dtype.itemsize
-    aligned = starts == 0 and cols % vector == 0
-    step = _THREADS * (vector if aligned else 1)
-    slices = max(1, min(-(-cols // (4 * step)), 4 * device_info(device).sm_count // (batch * groups)))
-    per_slice = -(-cols // (slices * step)) * step
-    slices = -(-cols // per_slice)
-    return batch * groups * slices, cols, (slices, per_slice, int(aligned))
-
-
-def _plan_apply(
-    x: Meta, variances: Meta, means: Meta, weight: Meta | None, bias: Meta | None, groups: int, device: int
-) -> Steps:
-    grid, cols, cut = _sliced(x, groups, misaligned(x), device)
-    launch = _APPLY.bind((TOKEN[x.dtype],), device, grid, _THREADS)
-    names = "x", "variances", "means", "weight", "bias", "y", "mean", "rstd"
-    return Steps(Step(launch, *names, cols, groups, x.shape[2], "eps", *cut))
-
-
-def _plan_planes(dy: Meta, x: Meta, mean: Meta, rstd: Meta, groups: int, device: int) -> Steps:
-    batch, channels, spatial = x.shape
-    vector = 16 // x.dtype.itemsize
-    aligned = misaligned(dy, x) == 0 and spatial % vector == 0
-    units = spatial // vector if aligned else spatial
-    threads = _THREADS if units > 128 else min(power_of_two(-(-units // 2)), 32)
-    launch = _PLANES.bind((TOKEN[x.dtype],), device, -(-batch * channels // (_THREADS // threads)), _THREADS)
-    numbers = batch * channels, channels, channels // groups, spatial, threads, int(aligned)
-    return Steps(Step(launch, "dy", "x", "mean", "rstd", "partial", *numbers))
-
-
-def _plan_bwd(
-    dy: Meta, x: Meta, weight: Meta | None, mean: Meta, rstd: Meta, partial: Meta, groups: int, device: int
-) -> Steps:
-    grid, cols, cut = _sliced(x, groups, misaligned(dy, x), device)
-    launch = _BWD.bind((TOKEN[x.dtype],), device, grid, _THREADS)
-    names = "dy", "x", "weight", "mean", "rstd", "partial", "dx"
-    return Steps(Step(launch, *names, cols, groups, x.shape[1], x.shape[2], *cut))
-
-
-_PARAMETERS = (Dense("weight", None, optional=True), Dense("bias", None, optional=True))
-_STATISTICS = (Dense("mean", None), Dense("rstd", None))
-_APPLIED = Primitive(
-    "group_norm_apply", (Dense("x", None), Dense("variances", None), Dense("means", None), *_PARAMETERS), "groups, eps",
-    numbers="eps", results="y mean rstd", plan=_plan_apply,
-    outputs=lambda x, groups: (
-        Memory(x.shape, x.dtype), *[Memory((x.shape[0], groups), x.dtype)] * 2,
+BACKWARD = Operator(
+    "group_norm_bwd", (Dense("dy", like="x"), *_INPUTS, Dense("mean", None), Dense("rstd", None)),
+    options="int groups, bool act, bool need_x, bool need_weight, bool need_bias", results="dx dweight dbias",
+    outputs=lambda x, weight, bias, need_x, need_weight, need_bias: (
+        Memory.like(x) if need_x else None, Memory.like(weight) if need_weight else None,
+        Memory.like(bias) if need_bias else None,
     ),
-)  # fmt: skip
-_PLANE_SUMS = Primitive(
-    "plane_sums", (Dense("dy", None), Dense("x", None), *_STATISTICS), "groups", results="partial", plan=_plan_planes,
-    outputs=lambda x: (Memory((x.shape[0], 2, x.shape[1]), torch.float32),),
-)  # fmt: skip
-_DX = Primitive(
-    "group_norm_bwd",
-    (Dense("dy", None), Dense("x", None), Dense("weight", None, optional=True), *_STATISTICS, Dense("partial", None)),
-    "groups", results="dx", outputs=lambda x: (Memory(x.shape, x.dtype),), plan=_plan_bwd,
+    plan=lambda: Steps(instead=_backward), reference=_reference_bwd, check=_check_bwd,
+    not_invariant=(1, _WHY_NOT_INVARIANT),
 )  # fmt: skip
 
 
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, groups, eps, act):
+        ctx.set_materialize_grads(False)
+        y, mean, rstd = FORWARD.call(x, weight, bias, groups, eps, act)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.options = groups, act
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 6
+        needs = ctx.needs_input_grad[:3]
+        grads = BACKWARD.call(dy, *ctx.saved_tensors, *ctx.options, *needs)
+        return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None
+
+
+_differentiable = applied(_GroupNorm)
+
+
+@public(options={"act": Among(_ACTS, "None or 'silu'")})
 def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each group of channels of each batch entry.
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, groups: int, eps: float | None = None,
+    act: Literal["silu"] | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Normalise groups of channels to mean 0 and variance 1, and apply silu on request.
+
+    ``y = act((x - mean) / sqrt(var + eps) * weight + bias)``, with the mean and variance of a group of consecutive
+    channels of one batch entry, and weight and bias by channel. Computed in fp32 and rounded once; the variance is
+    computed from the differences to the mean, so a large mean costs no precision. Differentiable once in x, weight and
+    bias. ``groups=1`` is a layer norm of each batch entry, as many groups as channels an instance norm.
 
     Args:
-        x: (batch, channels, spatial), bfloat16, float16 or float32; not empty, fewer than 2^31 elements in a group.
-        weight: (channels,), of x's dtype, or None.
-        bias: Like weight.
-        groups: Divides the channels.
-        eps: Added to the variance.
+        x: ``[batch, channels, ...]``, bfloat16, float16 or float32; any strides (copied unless contiguous). Any object
+            with ``__dlpack__`` is accepted; results are then of the same kind.
+        weight: ``[channels]`` in x's dtype or float32. Default: ones.
+        bias: ``[channels]`` in the weight's dtype, or, without one, in x's dtype or float32. Default: zeros.
+        groups: Number of groups of consecutive channels; any divisor of the number of channels.
+        eps: Added to the variance. Default: 1e-5.
+        act: ``"silu"`` for ``y * sigmoid(y)``, as the residual blocks of diffusion models have it. Default: none.
+        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
 
     Returns:
-        y, and mean and rstd, (batch, groups): all of x's dtype, as aten has them.
+        ``y``, contiguous, in x's shape and dtype.
     """
-    x = x.contiguous()
-    rows = x.view(x.shape[0] * groups, -1)
-    variances, means = reduce(rows, "moments", (1,), False, torch.float32, number=rows.shape[1], wanted="os")
-    return _APPLIED(x, variances, means, weight, bias, groups, eps)
+    if eps is None:  # as a default value it would become symbolic under torch.compile(dynamic=True)
+        eps = 1e-5
+    groups, silu = check_integer("groups", groups), act is not None
+    if is_grad_enabled() and needs_grad(x, weight, bias):
+        return _differentiable(x, weight, bias, groups, eps, silu)
+    return FORWARD.call(x, weight, bias, groups, eps, silu)[0]
 
 
-def group_norm_grads(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, groups: int, wanted: tuple[bool, bool]
-) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Return dx, and the gradients of weight and bias; sums in fp32 in a fixed order.
-
-    Args:
-        dy: Like x.
-        x: As for ``group_norm``.
-        weight: As for ``group_norm``.
-        mean: (batch, groups), of x's dtype.
-        rstd: Like mean.
-        groups: As for ``group_norm``.
-        wanted: Whether dx, and whether the gradients of parameters are.
-
-    Returns:
-        None for what is not wanted.
-    """
-    partial = _PLANE_SUMS(dy, x, mean, rstd, groups)
-    dx = _DX(dy, x, weight, mean, rstd, partial, groups) if wanted[0] else None
-    return dx, tuple(reduce(partial, "sum", (0,), False, x.dtype).unbind()) if wanted[1] else None
-
-
-OP = Op("group_norm", public=(), kernels=(_APPLY, _PLANES, _BWD), torch_ops=())
-__all__ = ["OP", "group_norm", "group_norm_grads"]
+OP = Op(
+    "group_norm", public=("group_norm",), kernels=group_norm_plan.KERNELS, torch_ops=(FORWARD, BACKWARD),
+    uses=("reduction",),
+)  # fmt: skip

@@ -105,6 +105,7 @@ PROMISES: dict[str, Promise] = {
     **dict.fromkeys(
         ("attention_quantized", "quantize_qk", "quantize_v", "sage_attention"), Promise(REFUSED, _SCALES_OF_TOKENS)
     ),
+    "group_norm": Promise(REFUSED, "the number of groups in a batch decides how their statistics are added"),
     "decode_linear": Promise(REFUSED, "k is split by the number of rows: call scaled_mm"),
     "chunk_attention": Promise(REFUSED, "the kernel is for as many sequences as run at once: call attention"),
 }  # fmt: skip

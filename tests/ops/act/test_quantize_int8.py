@@ -27,6 +27,7 @@ LAYOUTS = {
     "expanded": lambda x: x[:1].expand(5, 64),
     "dimensions": lambda x: x.view(3, 2, 2, 64),
     "long": lambda x: x.repeat(1, 97)[:3],
+    "longer than registers": lambda x: x.repeat(1, 260)[:2],
     "no rows": lambda x: x[:0],
     "no columns": lambda x: x[:, :0],
 }
@@ -70,14 +71,15 @@ def test_codes_and_scales(dtype: torch.dtype, layout: str, granularity: str, pla
 
 @at()
 @granularities
-def test_special_values(granularity: str, place: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype: torch.dtype, granularity: str, place: str) -> None:
     rows = [
         [0.0] * 8, [-0.0] * 8, [torch.nan] * 8, [torch.inf] * 8, [torch.nan, torch.inf, -torch.inf, 2, -1, 0, 1, 0.5],
         [1e-38] * 8, [3.4e38, -3.4e38, 1e38, 0, 0, 0, 0, 0],
     ]  # fmt: skip
     with running_on(place) as device:
-        x = torch.tensor(rows, device=device)
-        for part in (x, *x.split(1)):
+        x = torch.tensor(rows, device=device).to(dtype)
+        for part in (x, x[:, 1:], *x.split(1)):
             want = expected(part, granularity)
             q, scale = rtkernels.quantize_int8(part, granularity=granularity)
             assert_same_bits(q.cpu(), want[0], "codes")
