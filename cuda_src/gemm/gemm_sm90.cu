@@ -265,23 +265,16 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if constexpr (SPLIT) split.begin(a_rows, a_group_pitch, tile, own_part * 64 + own_row);
         if constexpr (SPLIT && SCALES == kNoScales) {
             auto& of_boxes = reinterpret_cast<float(&)[Split::kBoxes][Split::kHalf / 2]>(sums[0]);
-            auto read = [&] {
+            for (int i = 0; i < blocks; ++i, state.advance()) {
                 wait_for(state);
-                split.read(base + state.stage * Operands::kStageBytes, static_cast<u32>(own_part));
-            };
-            read();
-            for (int i = 0; i < blocks; ++i) {
-                const PipelineState<STAGES> here = state;
-                state.advance();
-                split.begin_stage();
+                split.begin_stage(base + state.stage * Operands::kStageBytes, static_cast<u32>(own_part));
                 ptx::wgmma_pin(sums[0]);  // here and below, because of the conversions between products
                 ptx::wgmma_fence();
-                split.template multiply<0>(of_boxes, stages + here.stage * Operands::kStageBytes, static_cast<u32>(own_part), i != 0);
+                split.template multiply<0>(of_boxes, stages + state.stage * Operands::kStageBytes, static_cast<u32>(own_part), i != 0);
                 ptx::wgmma_commit();
-                if (i + 1 < blocks) read();  // here, while the products are in flight
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_pin(sums[0]);
-                pipeline.release_warp(here);
+                pipeline.release_warp(state);
             }
         } else if constexpr (SCALES == kNoScales) {
             if (blocks == 0 && !starts) clear(sums);
@@ -313,10 +306,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
             // Prepares a stage for its products: done for the next stage while the last part of this one is promoted.
             auto begin_stage = [&](const PipelineState<STAGES>& at, bool is_last) {
                 if (tail != 0 && is_last) Operands::cut(base + at.stage * Operands::kStageBytes, tail, kCutBarrier);
-                if constexpr (SPLIT) {
-                    split.read(base + at.stage * Operands::kStageBytes, static_cast<u32>(own_part));
-                    split.begin_stage();
-                }
+                if constexpr (SPLIT) split.begin_stage(base + at.stage * Operands::kStageBytes, static_cast<u32>(own_part));
                 if constexpr (kLeftInRegisters)
                     Operands::load_left(left, base + at.stage * Operands::kStageBytes, static_cast<u32>(consumer));
             };

@@ -29,7 +29,7 @@ struct SplitRows {
     static constexpr u32 kABytes = ROWS * kTileRow, kBoxBytes = kHalf * kTileRow;
 
     // Of a: 4 of the 16 bytes before the next stage, of rows g and g + 8 of lane 4g + t; and of the first products with odd rows.
-    u32 before[2] = {0, 0}, left[4], ends[4];
+    u32 before[2] = {0, 0}, left[4];
 
     // Called by one thread: loads depth k of a tile. `apart`: from the gate to the other half, an even number of rows of b.
     RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& even, const ptx::TensorMap& odd,
@@ -54,15 +54,12 @@ struct SplitRows {
         }
     }
 
-    // Called by a warpgroup when a stage has arrived: reads the first and the last 16 bytes of the 64 rows `part` of a.
-    RTK_DEVICE void read(const u8* stage, u32 part) {
+    // Called by a warpgroup when a stage has arrived and earlier products no longer read `left`: the 64 rows `part` of a.
+    RTK_DEVICE void begin_stage(const u8* stage, u32 part) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
         const int row = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane % 16;
+        u32 ends[4];
         ptx::ldmatrix_x4(ends, stage + (part * 64 + row) * kTileRow + ((lane / 16 * 7 ^ (row & 7)) << 4));
-    }
-
-    // Called after that, when earlier products no longer read `left`.
-    RTK_DEVICE void begin_stage() {
         left[0] = before[0], left[1] = before[1], left[2] = ends[0], left[3] = ends[1];
         before[0] = ends[2], before[1] = ends[3];
     }
