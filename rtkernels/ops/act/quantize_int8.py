@@ -1,4 +1,4 @@
-"""int8 codes and scales of a tensor, by the kernels of ``quantize_fp8`` or, without 16-byte accesses, of ``combine``."""
+"""int8 codes and scales of a tensor, by the kernels of ``quantize_fp8``; without 16-byte accesses by ``combine``."""
 
 from __future__ import annotations
 
