@@ -14,7 +14,17 @@ from torch import nn
 
 from rtkernels.errors import ArgumentError, RtkError
 from rtkernels.models import attention as attentions
-from rtkernels.models import chosen_experts, chosen_keys, gated_norms, mixers, modulated, recognize, replace, rope_view
+from rtkernels.models import (
+    chosen_experts,
+    chosen_keys,
+    gated_norms,
+    group_norms,
+    mixers,
+    modulated,
+    recognize,
+    replace,
+    rope_view,
+)
 from rtkernels.models import experts as expert_layers
 from rtkernels.models import fp8 as quantized
 from rtkernels.models import fused_layers as fusing
@@ -154,6 +164,8 @@ def patch(
             patcher.visit("norm", name, module, gated_norms.recognize)
         elif norm and modulated.is_modulated(module):
             patcher.visit("norm", name, module, modulated.recognize)
+        elif norm and group_norms.is_group_norm(module):
+            patcher.visit("norm", name, module, group_norms.recognize)
         elif norm and recognize.is_norm(module):
             patcher.visit("norm", name, module, recognize.norm)
         elif mixer and mixers.is_mixer(module):
@@ -177,6 +189,8 @@ def patch(
         elif mlp and recognize.is_activation(module) and not _is_inlined(inner, name):
             if not isinstance(patcher.answer("mlp", module, recognize.activation), str):
                 patcher.visit("mlp", name, module, recognize.activation)
+    if norm:
+        group_norms.replace_activations(inner, patcher)
     by_itself = attention is None and attentions.replace_only_eager(inner)
     if by_itself:
         patcher.record("attention", "", inner, None)

@@ -204,7 +204,6 @@ class TwoWeightsNorm(Rms):
 
 
 REFUSED_NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "group": (lambda: nn.GroupNorm(1, WIDTH), "over other dimensions than the last"),
     "batch": (lambda: nn.BatchNorm1d(WIDTH), "over other dimensions than the last"),
     "two dimensions": (lambda: nn.LayerNorm((4, WIDTH)), "its weight has more than one dimension"),
     "epsilon of the dtype": (lambda: nn.RMSNorm(WIDTH), "it has no epsilon that is a number"),
