@@ -157,16 +157,22 @@ def _measured() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]))
 
 
-# Ops of the rows of ``bench/rows/gemm/invariant.py``, which measures calls at a level of batch invariance.
-_INVARIANT = {"invariant_mm": "scaled_mm", "invariant_wgrad": "scaled_mm", "invariant_decode": "decode"}
+# Ops of rows named after none: those of ``bench/rows/gemm/invariant.py``, which measures calls at a level of batch
+# invariance, and the products of Muon.
+_OWNERS = {
+    "invariant_mm": "scaled_mm",
+    "invariant_wgrad": "scaled_mm",
+    "invariant_decode": "decode",
+    "symmetric_mm": "scaled_mm",
+}
 
 
 def owner(row: dict[str, Any]) -> str | None:
     """Return the op of a measured row; of kernels without public functions, the op whose function names the row."""
     if row["op"] in ops():
         return row["op"]
-    if row["row"] in _INVARIANT:
-        return _INVARIANT[row["row"]]
+    if row["row"] in _OWNERS:
+        return _OWNERS[row["row"]]
     named = [(len(name), op.name) for op in ops().values() for name in op.public if row["row"].startswith(name)]
     return max(named)[1] if named else None
 

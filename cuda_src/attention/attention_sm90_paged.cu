@@ -9,7 +9,7 @@
 // An 8-bit cache (CODES) is loaded as it is by four warps, which convert it to tiles of 16 bits (sm90_page_codes.cuh);
 // the scale of keys is part of the factor of scores, that of values of the factor of results.
 //
-// EXTRAS: 1 for a soft cap.
+// EXTRAS: 1 for a soft cap. `scale_heads`: 32 bits each of what the scales of two heads of keys, and of values, are apart.
 #include "attention/paged_rows.cuh"
 #include "attention/sm90_forward.cuh"
 #include "attention/sm90_page_codes.cuh"
@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(384, 1)
                          const i32* lengths, const i32* table, u32* counter, i64 sequences, i64 tiles, i64 section,
                          i64 heads_kv, i64 group, i64 group_divisor, i64 lkv, i64 d_v, i64 unit, i64 page_size,
                          i64 page_divisor, i64 table_row, i64 out_row, i64 out_head, i64 lse_head, i64 left, i64 right,
-                         double scale, double softcap, const float* k_scale, const float* v_scale, i64 k_scale_head,
-                         i64 v_scale_head) {
+                         double scale, double softcap, const float* k_scale, const float* v_scale, i64 scale_heads) {
     constexpr int kGroups = 2, BM = 64 * kGroups, kConsumers = 4 * kGroups, kStages = 2;
     using QTile = Boxed<BM, D>;
     using KeyTile = Boxed<BN, D>;
@@ -203,7 +202,8 @@ __global__ void __launch_bounds__(384, 1)
         // Keys that all rows of the warpgroup see.
         const Interval all = seen.mask.keys_all(seen.query(wg * 64), seen.query(wg * 64 + 63) + 1);
 
-        const float key_scale = kByte && k_scale != nullptr ? k_scale[position(index).head * k_scale_head] : 1.0f;
+        const float key_scale =
+            kByte && k_scale != nullptr ? k_scale[position(index).head * static_cast<i32>(scale_heads)] : 1.0f;
         const float product_scale = static_cast<float>(scale) * key_scale;
         const float factor = EXTRAS != 0 ? 1.0f : kByte ? positive_factor(product_scale) : product_scale * kLog2e;
 
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(384, 1)
         ptx::forget(index);  // the position of this tile is computed again to save registers above
         const QueryTile at = position(index);
         const PagedBlock rows = block_at(at.m);
-        const float value_scale = kByte && v_scale != nullptr ? v_scale[at.head * v_scale_head] : 1.0f;
+        const float value_scale = kByte && v_scale != nullptr ? v_scale[at.head * static_cast<i32>(scale_heads >> 32)] : 1.0f;
         float times[2];
         T* to[2];
 #pragma unroll

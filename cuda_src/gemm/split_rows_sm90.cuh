@@ -14,7 +14,7 @@
 
 namespace rtk {
 
-inline constexpr int kEarly = 16;  // bytes by which odd rows begin before even ones
+inline constexpr int kSectorOffset = 16;  // bytes by which odd rows begin before even ones
 
 // The column of a tile of COLS columns that accumulators have at `place`.
 template <int COLS>
@@ -32,21 +32,21 @@ struct SplitRows {
     u32 before[2] = {0, 0}, left[4];
 
     // Called by one thread: loads depth k of a tile. `apart`: from the gate to the other half, an even number of rows of b.
-    RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& even, const ptx::TensorMap& odd,
+    RTK_DEVICE static void fetch(const ptx::TensorMap& a, const ptx::TensorMap& evens, const ptx::TensorMap& odds,
                                  ptx::SharedAddress stage, ptx::SharedAddress full, i32 k, i32 row, i32 n, i32 apart) {
         ptx::tma_load_3d(stage, a, full, k, row, 0);
         ptx::SharedAddress to = stage + kABytes;
 #pragma unroll
         for (int i = 0; i < (GATED ? 2 : 1); ++i, n += apart, to += 2 * kBoxBytes) {
-            ptx::tma_load_3d(to, even, full, k, n / 2, 0);
-            ptx::tma_load_3d(to + kBoxBytes, odd, full, k - kEarly / static_cast<int>(sizeof(B)), n / 2, 0);
+            ptx::tma_load_3d(to, evens, full, k, n / 2, 0);
+            ptx::tma_load_3d(to + kBoxBytes, odds, full, k - kSectorOffset / static_cast<int>(sizeof(B)), n / 2, 0);
         }
     }
 
     // Called by a warpgroup before the first stage of a tile, or of its part of k: `row` of the tile is this lane's first one.
     RTK_DEVICE void begin(const void* a, i64 pitch_bytes, const ProductTile& tile, int row) {
         const u8* const from = static_cast<const u8*>(a) + (tile.row + row) * pitch_bytes +
-                               static_cast<i64>(tile.k) * static_cast<int>(sizeof(A)) - kEarly + threadIdx.x % 4 * 4;
+                               static_cast<i64>(tile.k) * static_cast<int>(sizeof(A)) - kSectorOffset + threadIdx.x % 4 * 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             before[r] = 0;
@@ -75,7 +75,7 @@ struct SplitRows {
             if (odd) ptx::wgmma_left<A, B>(sums[box], left, of_b, add);
 #pragma unroll
             for (int i = odd ? 1 : 0; i < 4; ++i)
-                ptx::wgmma_typed<A, B, false, false>(sums[box], of_a + i * kNextKMajor - (odd ? kEarly >> 4 : 0),
+                ptx::wgmma_typed<A, B, false, false>(sums[box], of_a + i * kNextKMajor - (odd ? kSectorOffset >> 4 : 0),
                                                      of_b + i * kNextKMajor, add || i != 0);
         }
     }

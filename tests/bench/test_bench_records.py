@@ -21,6 +21,11 @@ from rtkernels.runtime import targets
 WITHOUT_RECORD = {
     "group_norm_fwd 4x512x128x128, 32 groups",
     "group_norm_fwd 8x320x64x64, 32 groups",
+    *(
+        f"group_norm_silu_{way} {shape}, 32 groups"
+        for way in ("fwd", "bwd")
+        for shape in ("4x512x128x128", "8x320x64x64")
+    ),
     "adamw_4bit 500x2000000",
     "adamw_8bit 500x2000000",
     "adamw_fp8 500x2000000",

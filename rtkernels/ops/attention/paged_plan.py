@@ -68,7 +68,7 @@ SM90 = Kernel(
     args="q_map:tmap k_map:tmap v_map:tmap out:ptr lse:ptr sinks:ptr cu_q:ptr lengths:ptr table:ptr counter:ptr "
     "sequences:i64 tiles:i64 section:i64 heads_kv:i64 group:i64 group_divisor:i64 lkv:i64 d_v:i64 unit:i64 "
     "page_size:i64 page_divisor:i64 table_row:i64 out_row:i64 out_head:i64 lse_head:i64 left:i64 right:i64 scale:f64 "
-    "softcap:f64 k_scale:ptr v_scale:ptr k_scale_head:i64 v_scale_head:i64",
+    "softcap:f64 k_scale:ptr v_scale:ptr scale_heads:i64",
     variants=[
         (t, tile.d_v, tile.keys, extras, codes)
         for t in _TOKENS for tile in _SM90_TILES for extras in (0, 1) for codes in (0, 1, 2)
@@ -198,7 +198,7 @@ def _sm90(call: Paged, device: int) -> tuple[Step, dict[str, int] | None]:
         "seqused_k", "page_table", counter, call.sequences, tiles, section, call.heads_kv, call.group,
         divisor(call.group), call.lkv, call.d_v, unit, call.page_size, divisor(call.page_size), call.table_row,
         *call.out, call.total, call.left, call.right, call.scale, call.softcap, "k_scale", "v_scale",
-        call.k_scale_head, call.v_scale_head,
+        call.k_scale_head | call.v_scale_head << 32,
     )  # fmt: skip
     return step, {"counter": 1} if counter else None
 

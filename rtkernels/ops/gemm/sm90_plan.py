@@ -134,8 +134,8 @@ def _split(name: str, b: Matrix, rows: int, k: int, box_rows: int) -> tuple[Boxe
     """Return the tensor maps of even and of odd rows."""
     size = int(BYTES[b.token])
     pitch = b.pitch * size
-    even = Boxes(name, _token(b), (k, -(-rows // 2), 1), (2 * pitch, 2 * pitch), (128 // size, box_rows, 1))
-    return even, even._replace(sizes=(k, rows // 2, 1), offset=pitch)
+    first = Boxes(name, _token(b), (k, -(-rows // 2), 1), (2 * pitch, 2 * pitch), (128 // size, box_rows, 1))
+    return first, first._replace(sizes=(k, rows // 2, 1), offset=pitch)
 
 
 def _scale_boxes(name: str, scales: Scales | None, rows: int, k: int, groups: int, tile_rows: int) -> Boxes | None:
