@@ -201,27 +201,14 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
         }
     }
 
-    // Token `i` is finished by block i % parts. What belongs to a warp's first token is loaded now.
-    const int own_tokens = (tokens + parts - 1) >> parts_shift;
-    float added[kEach], of_token = 1.0f;
-    auto load_terms = [&](int local) {
-        const int token = rank + (local << parts_shift);
-        if (token >= tokens) return;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const bool has_add = add != nullptr && exists(i) && lane + 32 * i < columns;
-            added[i] = has_add ? skinny_load(add, token * add_pitch + row_of(i), type(1)) : 0.0f;
-        }
-        if (scale_a != nullptr) of_token = scale_a[token * scale_a_step];
-    };
-    if (warp < kConsumerWarps) load_terms(warp);
+    // Token `i` is finished by block i % parts. All rings of the cluster are free behind this barrier.
     __syncwarp();
-    // All rings of the cluster are free behind this barrier.
     if (parts > 1) {
         ptx::cluster_barrier();
     } else {
         __syncthreads();
     }
+    const int own_tokens = (tokens + parts - 1) >> parts_shift;
     float* const received_squares = received + parts * own_tokens * kPitch;
     if (warp < kConsumerWarps) {
         const int row = warp * 16 + lane / 4;
@@ -259,8 +246,13 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
     const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
     for (int local = warp; warp < kConsumerWarps && rank + (local << parts_shift) < tokens; local += kConsumerWarps) {
         const int token = rank + (local << parts_shift);
-        if (local != warp) load_terms(local);
-        float value[kEach];
+        float added[kEach], value[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const bool has_add = add != nullptr && exists(i) && lane + 32 * i < columns;
+            added[i] = has_add ? skinny_load(add, token * add_pitch + row_of(i), type(1)) : 0.0f;
+        }
+        float of_token = scale_a == nullptr ? 1.0f : scale_a[token * scale_a_step];
         if constexpr (NORM) {
             float square = 0.0f;
             for (int p = 0; p < parts; ++p) square += received_squares[p * own_tokens + local];
