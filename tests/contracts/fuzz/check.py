@@ -302,8 +302,11 @@ def _over(a: Tensor, b: Tensor, shift: int, device: str) -> tuple[Tensor, Tensor
 
 
 def contiguous(t: Tensor) -> Tensor:
-    """Return a contiguous copy in fresh memory."""
-    return t.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+    """Return a contiguous copy in fresh memory, with the same bits."""
+    t = t.detach().resolve_neg()
+    if t.dtype == torch.bool:  # a clone has bytes 0 and 1, a tensor that shares memory with numbers others
+        return as_bytes(t).clone(memory_format=torch.contiguous_format).view(torch.bool)
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def is_other_matrix(call: Call, i: int, t: Tensor) -> bool:
