@@ -3,9 +3,9 @@
 ``generation.step`` opens a context around the model's forward. Inside of it, fused layers with few rows run
 ``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention,
 the output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes
-weights, so these products load them before the previous kernel has ended. For more than eight rows, so are products
-that ``decode_linear.serves_many``; the others are cuBLAS's, with norms and gates of their own and residual sums inside.
-What a layer cannot do here runs as usual, and the report says why.
+weights, so these products load them before the previous kernel has ended. For more rows, products are cuBLAS's, with
+norms and gates of their own (unless ``decode_linear.serves_many``); residual sums stay inside. What a layer cannot do
+here runs as usual, and the report says why.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.kinds import meta_of
 
 MAX_ROWS = 64  # of a step; docs/decisions/gemm.md has the measurements
-OWN_ROWS = 8  # up to which products are those of `decode_linear`; more where it `serves_many`
+OWN_ROWS = 8  # up to which products are those of `decode_linear`
 _HALVES = (torch.bfloat16, torch.float16)
 _NORMS = ("rms_norm", "served_norm")
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -173,8 +173,8 @@ def unsupported(
 
 
 def serves_many(a: Tensor, b: Tensor, gated: bool, norm: bool) -> bool:
-    """Return True if a kernel computes a product of more than ``decode_plan.MAX_ROWS`` rows, or of some fewer ones."""
-    if level() or not a.is_cuda:
+    """Return True if ``generate()`` takes this op for more rows than ``decoding.OWN_ROWS``."""
+    if not swapped_plan.RUN_ON_GPU or level() or not a.is_cuda:
         return False
     metas = map(meta_of, (a, b))
     call = DecodeLinear(*metas, *(None,) * 6, "silu" if gated else None, gated, False)
@@ -203,8 +203,8 @@ def decode_linear(
 
     Args:
         a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes), and up to 64 on
-            sm_90a if b has a's dtype (float16: without a norm); more run in plain torch, as do rows that are too long
-            for shared memory.
+            sm_90a if b has a's dtype, without norm and gate; more run in plain torch, as do rows that are too long for
+            shared memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
             For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of a multiple of 256.

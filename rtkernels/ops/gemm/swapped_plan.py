@@ -20,6 +20,9 @@ MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
 CHUNK_ROWS = 16  # of steps, up to which `chunk_plan` is faster for few weights
 AUTOMATIC_ROWS = 64  # up to which the backend is chosen where `is_faster` says so
+# A norm in front, a gate, and loads of weights before the previous kernel has ended: not run on a GPU yet, so nothing
+# chooses them. True lets decoding steps take the kernel, as the tests for a GPU do.
+RUN_ON_GPU = False
 
 # As in gemm_swapped_sm90.cu.
 _ROW = 128  # bytes of k in a stage, of every row
@@ -170,7 +173,7 @@ def _is_small(p: Product) -> bool:
 def is_faster(product: Product, info: DeviceInfo) -> bool:
     """Return True if the backend is to be asked first."""
     p = product
-    if p.m > AUTOMATIC_ROWS or unsupported(p, info.target) is not None:
+    if p.m > AUTOMATIC_ROWS or unsupported(p, info.target) is not None or (p.gate is not None and not RUN_ON_GPU):
         return False
     if p.m <= 32 and _is_small(p) and p.a.token in FLOAT16:
         return False
@@ -182,8 +185,11 @@ def is_faster(product: Product, info: DeviceInfo) -> bool:
 
 def serves_step(product: Product, target: Target, norm: bool) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
-    is_latency = product.m <= CHUNK_ROWS and _is_small(product)
-    return product.m <= NORM_ROWS and not is_latency and unsupported(product, target, norm) is None
+    p = product
+    if not RUN_ON_GPU and (norm or p.gate is not None or p.m <= CHUNK_ROWS):
+        return False  # up to 16 rows, other kernels were measured
+    is_latency = p.m <= CHUNK_ROWS and _is_small(p)
+    return p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:
@@ -221,7 +227,8 @@ def launches(
         return Boxes(name, token, sizes, box_strides(sizes, (pitch,), size), (_ROW // size, count))
 
     flags = (
-        _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * constant + _ADD_LAST * add_last
+        _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * (constant and RUN_ON_GPU)
+        + _ADD_LAST * add_last
     )  # fmt: skip
     types = _TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act]
     scale_steps = [s.row_pitch if s is not None and s.rows else 0 for s in (p.scale_a, p.scale_b)]

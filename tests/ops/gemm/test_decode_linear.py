@@ -9,7 +9,7 @@ from support.places import at, emulated
 
 import rtkernels
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan, swapped_plan
+from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.ops.quant import pack
@@ -166,29 +166,6 @@ def test_nine_to_16_rows(name: str, m: int, n: int, k: int) -> None:
     checked(given)
     checked(case(name, m, n, k, gated=True, act="gelu_tanh", bias=True))
     checked(case(name, m, n, k, norm=True, add=True))
-
-
-@pytest.mark.parametrize("constant", (False, True))
-@pytest.mark.parametrize(("m", "n", "k"), ((12, 70, 1160), (17, 70, 1088), (40, 33, 72), (64, 80, 528)))
-def test_nine_to_64_rows_by_wgmma(m: int, n: int, k: int, constant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of ``swapped_plan``, in clusters; with constant weights, the first of which are loaded at once."""
-    monkeypatch.setattr(swapped_plan, "_SMALL", 0)
-    own, found = swapped_plan.launches, []
-
-    def launches(*given, **options):
-        found.append(given)
-        return own(*given, **options, parts=2)
-
-    monkeypatch.setattr(swapped_plan, "launches", launches)
-    for given in (
-        case("16bit", m, n, k, add=True, bias=True, factor=0.5),
-        case("16bit", m, n, k, norm=True, gated=True, act="silu", bias=True),
-        case("16bit", m, n, k, norm=True, add=True),
-        case("16bit", m, n, k, FP16, gated=True, act="gelu_tanh", add=True, factor=2.0),
-    ):
-        arguments, *rest = given
-        checked(((*arguments[:10], constant, *arguments[11:]), *rest))
-    assert len(found) == 4
 
 
 def _described(arguments) -> Product:

@@ -156,6 +156,8 @@ def test_when_it_is_chosen() -> None:
         (_product(8, 4096, 4096), "decode"),
     ):
         assert PRODUCTS.choose(product, info).backend.name == wanted, product
+    gated = _product(64, 2048, 14336, gate="silu")
+    assert swapped_plan.unsupported(gated, info.target) is None and not swapped_plan.is_faster(gated, info)
 
 
 def test_few_tiles_share_k() -> None:
