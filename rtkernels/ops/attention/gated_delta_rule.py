@@ -245,8 +245,9 @@ def gated_delta_rule(
     """
     state, swapped = None if initial_state is None else initial_state.float(), state_layout == "vk"
     if swapped and state is not None:
-        if state.dim() < 2:
-            raise ArgumentError(f"initial_state has shape {tuple(state.shape)}; expected [batch, heads, v, k] for 'vk'")
+        widths = v.shape[-1:] + q.shape[-1:]
+        if state.shape[-2:] != widths:
+            raise ArgumentError(f"initial_state has shape {tuple(state.shape)}; expected {(..., *widths)} for 'vk'")
         state = state.transpose(-1, -2)
     factor, sigmoid = default_scale(scale, q), bool(beta_sigmoid)
     if g is None:

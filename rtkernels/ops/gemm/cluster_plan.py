@@ -5,7 +5,7 @@ A backend of ``product``: 16-bit operands, or e4m3 ones with scales of whole row
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product, Scales
+from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Step, Steps
@@ -62,14 +62,9 @@ def unsupported(product: Product, target: Target) -> str | None:
     if p.out.token not in _TYPES:
         return f"no results of type {p.out.token}"
     for name, scales in (("a", p.scale_a), ("b", p.scale_b)):
-        if scales is not None and not _of_rows(scales, p.k):
+        if scales is not None and not scales.of_rows(p.k):
             return f"scales of {name} for {scales.rows} x {scales.depth}"
     return None
-
-
-def _of_rows(scales: Scales, k: int) -> bool:
-    """Return True if scales are one number, or one for each row."""
-    return scales.token == "fp32" and not scales.swizzled and scales.rows in (0, 1) and not 0 < scales.depth < k
 
 
 def _whole_vectors(p: Product) -> bool:

@@ -64,7 +64,9 @@ def gated_mm(
         global_scale: One float32 factor of the sums, or two: for the gate and for up.
         quant_out: Return codes and scales, as for scaled_mm.
         b_layout: As for scaled_mm.
-        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad" or "mma".
+        backend: "auto" or "rtkernels", or a specific one: "sm90", "skinny", "unpack", "pad" or "mma". "swapped"
+            (sm_90a, 9 to 256 rows) was compiled and emulated, but not yet run on a GPU with a gate: "auto" does not
+            take it.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
 

@@ -54,6 +54,10 @@ class Scales(NamedTuple):
     aligned: bool = True
     group_pitch: int = 0
 
+    def of_rows(self, k: int) -> bool:
+        """Return True for one number, or one for each row."""
+        return self.token == "fp32" and not self.swizzled and self.rows in (0, 1) and not 0 < self.depth < k
+
 
 class Groups(NamedTuple):
     """How a grouped product is cut; `count` groups, sizes on the device.

@@ -1,7 +1,7 @@
 """Products of 9 to 256 rows with the weights as wgmma's left operand: kernel record, launches, when they are faster.
 
-A backend of ``product``: 16-bit operands, or e4m3 ones with scales of whole rows, on sm_90a. ``decode_linear`` uses its
-kernel, too, with a norm in front.
+A backend of ``product``: 16-bit operands, or e4m3 ones with scales of whole rows, on sm_90a. Steps of ``decode_linear``
+can use its kernel, too, with a norm in front.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rtkernels.ops.gemm import sm90_limits, sm90_plan
-from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product, Scales
+from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product
+from rtkernels.ops.gemm.tile_choice import loads
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
@@ -18,10 +19,10 @@ from rtkernels.runtime.targets import Target
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
-CHUNK_ROWS = 16  # of steps, up to which `chunk_plan` is faster for few weights
+CHUNK_ROWS = 16  # up to which others are chosen for products, and `chunk_plan` for steps with few weights
 AUTOMATIC_ROWS = 64  # up to which the backend is chosen where `is_faster` says so
-# A norm in front, a gate, and loads of weights before the previous kernel has ended: not run on a GPU yet, so nothing
-# chooses them. True lets decoding steps take the kernel, as the tests for a GPU do.
+# A norm in front, a gate, and loads of weights before the previous kernel has ended were not run on a GPU yet, so
+# nothing chooses them, and `decode_linear` not this kernel. True lets it, as the tests for a GPU do.
 RUN_ON_GPU = False
 
 # As in gemm_swapped_sm90.cu.
@@ -124,14 +125,9 @@ def unsupported(product: Product, target: Target, norm: bool = False) -> str | N
     if p.out.token not in _TYPES:
         return f"no results of type {p.out.token}"
     for name, scales in (("a", p.scale_a), ("b", p.scale_b)):
-        if scales is not None and not _of_rows(scales, p.k):
+        if scales is not None and not scales.of_rows(p.k):
             return f"scales of {name} for {scales.rows} x {scales.depth}"
     return None
-
-
-def _of_rows(scales: Scales, k: int) -> bool:
-    """Return True if scales are one number, or one for each row."""
-    return scales.token == "fp32" and not scales.swizzled and scales.rows in (0, 1) and not 0 < scales.depth < k
 
 
 def _steps_of(p: Product) -> int:
@@ -141,11 +137,13 @@ def _steps_of(p: Product) -> int:
 def cycles(p: Product, shape: Shape, sms: int) -> float:
     """Return how long a product takes."""
     blocks, steps = shape.tiles(p) * shape.parts, -(-_steps_of(p) // shape.parts)
-    weights = p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token]
-    memory = weights / min(_DELIVERED, _OF_AN_SM * min(blocks, sms))
+    size = int(BYTES[p.b.token])
+    of_tokens, of_weights = loads(p.a.pitch * size), loads(p.b.pitch * size)
+    weights = p.n * (2 if p.gate else 1) * p.k * size
+    memory = weights * of_weights / min(_DELIVERED, _OF_AN_SM * min(blocks, sms))
     of_sm = -(-blocks // sms)  # blocks of the busiest SM, which share what it loads
     rounds = -(-of_sm // shape.blocks_of_sm)
-    loading = of_sm * steps * (shape.rows + shape.tokens) * _LOADED
+    loading = of_sm * steps * (shape.rows * of_weights + shape.tokens * of_tokens) * _LOADED
     work = max(loading, rounds * steps * _STEP, memory)
     results = shape.rows * p.m / (shape.parts * shape.consumers * 128)  # of a thread
     return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results)
@@ -173,7 +171,9 @@ def _is_small(p: Product) -> bool:
 def is_faster(product: Product, info: DeviceInfo) -> bool:
     """Return True if the backend is to be asked first."""
     p = product
-    if p.m > AUTOMATIC_ROWS or unsupported(p, info.target) is not None or (p.gate is not None and not RUN_ON_GPU):
+    if not CHUNK_ROWS < p.m <= AUTOMATIC_ROWS or p.n == 0:
+        return False
+    if unsupported(p, info.target) is not None or (p.gate is not None and not RUN_ON_GPU):
         return False
     if p.m <= 32 and _is_small(p) and p.a.token in FLOAT16:
         return False
@@ -186,10 +186,8 @@ def is_faster(product: Product, info: DeviceInfo) -> bool:
 def serves_step(product: Product, target: Target, norm: bool) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
     p = product
-    if not RUN_ON_GPU and (norm or p.gate is not None or p.m <= CHUNK_ROWS):
-        return False  # up to 16 rows, other kernels were measured
     is_latency = p.m <= CHUNK_ROWS and _is_small(p)
-    return p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
+    return RUN_ON_GPU and p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:

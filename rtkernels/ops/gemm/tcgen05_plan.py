@@ -6,7 +6,7 @@ or tensors, MXFP8 and NVFP4 with scales in blocks of 128 x 4.
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm.product import FLOAT16, FP8, Product, Scales
+from rtkernels.ops.gemm.product import FLOAT16, FP8, Product
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
@@ -60,16 +60,12 @@ def unsupported(product: Product, target: Target) -> str | None:
 def _kind(p: Product) -> int | None:
     """Return the kind of product, None if there is none for these scales."""
     scales = p.scale_a, p.scale_b
-    if all(s is None or _of_rows(s, p.k) for s in scales):
+    if all(s is None or s.of_rows(p.k) for s in scales):
         return _F16 if p.a.token in FLOAT16 else _FP8 if p.a.token in FP8 else None
     if any(s is None or not s.swizzled or s.rows != 1 or not s.aligned for s in scales):
         return None
     kinds = {_BLOCK_FORMATS.get((p.a.token, s.token, s.depth)) for s in scales}
     return kinds.pop() if len(kinds) == 1 else None
-
-
-def _of_rows(scales: Scales, k: int) -> bool:
-    return scales.token == "fp32" and not scales.swizzled and scales.rows in (0, 1) and not 0 < scales.depth < k
 
 
 def _operand(name: str, token: str, pitch: int, rows: int, k: int, box_rows: int) -> Boxes:

@@ -148,10 +148,13 @@ def _h200() -> DeviceInfo:
 def test_when_it_is_chosen() -> None:
     info = _h200()
     for product, wanted in (
-        (_product(16, 4096, 4096), "swapped"),
+        (_product(17, 4096, 4096), "swapped"),
+        (_product(16, 4096, 4096), "skinny"),
         (_product(64, 4096, 14336), "swapped"),
         (_product(32, 1536, 1536), "cluster"),
         (_product(32, 4096, 1024, "e4m3"), "swapped"),
+        (_product(16, 1024, 1024, "e4m3"), "cluster"),
+        (_product(17, 4096, 14344), "sm90"),  # whose rows begin inside of sectors
         (_product(65, 4096, 4096), "sm90"),
         (_product(8, 4096, 4096), "decode"),
     ):
