@@ -189,8 +189,6 @@ def patch(
         elif mlp and recognize.is_activation(module) and not _is_inlined(inner, name):
             if not isinstance(patcher.answer("mlp", module, recognize.activation), str):
                 patcher.visit("mlp", name, module, recognize.activation)
-    if norm:
-        group_norms.replace_activations(inner, patcher)
     by_itself = attention is None and attentions.replace_only_eager(inner)
     if by_itself:
         patcher.record("attention", "", inner, None)

@@ -67,7 +67,7 @@ class AdamW(Stepping):
         offload: Keep moments and master weights of parameters of 65536 elements or more in pinned host memory. A step
             copies them to the device and back in chunks of 64 MiB, three at a time, while others are updated; updates
             have the same bits. Synchronise the device before you read ``state``; ``state_dict`` does. Not for DTensors,
-            and not in a CUDA graph. A state dict does not change it.
+            and not in a CUDA graph. A state dict does not change it, and groups must not after a step.
 
     Raises:
         ArgumentError: A hyperparameter is out of range, a parameter has an unsupported dtype or layout, or `amsgrad` or

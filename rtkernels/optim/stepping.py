@@ -37,9 +37,22 @@ class Stepping(torch.optim.Optimizer):
         """
         check_options({**self.defaults, **param_group}, self._kinds)
         super().add_param_group(param_group)
-        if self.param_groups[-1].get("offload"):
-            for p in self.param_groups[-1]["params"]:
-                offload.check(p)
+        try:
+            if self.param_groups[-1].get("offload"):
+                for p in self.param_groups[-1]["params"]:
+                    offload.check(p)
+        except ArgumentError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        offload.settle(self.param_groups)
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of an optimizer that was pickled before there was the option
+            group.setdefault("offload", False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or one of those that its documentation names.

@@ -23,7 +23,7 @@ from contracts import test_dynamic_rows
 from contracts.test_dynamic_rows import _inputs
 from contracts.test_process_state import ALL
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.runtime.call.explained import names_one_of
+from rtkernels.runtime.call.explained import _problem, names_one_of
 from rtkernels.runtime.call.public import public
 
 ROWS = 6
@@ -174,6 +174,26 @@ def test_errors_of_a_device_that_is_there_stay() -> None:
 
     with pytest.raises(RuntimeError, match="the device is broken"):
         failing("cpu")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_of_valid_calls_fit_their_annotations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise any error, of another argument or of none, would become one about this argument."""
+    function, arguments = arguments_of(name, monkeypatch)
+    for key, parameter in inspect.signature(function).parameters.items():
+        values = [arguments[key], parameter.default] if parameter.default is not parameter.empty else [arguments[key]]
+        for value in values:
+            assert _problem(key, value, parameter.annotation) is None
+
+
+def test_every_default_fits_its_annotation() -> None:
+    for name in sorted(rtkernels.__all__):
+        function = getattr(rtkernels, name)
+        if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
+            continue
+        for key, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is not parameter.empty:
+                assert (name, _problem(key, parameter.default, parameter.annotation)) == (name, None)
 
 
 def test_errors_that_no_argument_explains_stay() -> None:

@@ -202,6 +202,8 @@ _OPTIONS = {
 
 def _of_shards(*, x: Any, weight: Any, bias: Any, scale_layout: str, **options: Any) -> Tensor:
     if not isinstance(x, Tensor):
+        if not hasattr(x, "q"):
+            raise ArgumentError(f"x is a {type(x).__name__}; expected a tensor")
         raise ArgumentError("x is codes and a DTensor is among the arguments; expected x as a DTensor")
     return linear_of_shards(fp8_linear, x, weight, bias, options)
 

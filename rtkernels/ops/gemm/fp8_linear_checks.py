@@ -38,6 +38,7 @@ def check_linear(
 
 def check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
     """Raise an ArgumentError unless the gradient of a weight can be added to a tensor."""
+    check_tensor("main_grad", main_grad)
     token("main_grad", main_grad.dtype, (torch.float32,))
     check_same("main_grad", tuple(main_grad.shape), tuple(weight.shape), "shape", of="weight")
     check_same("main_grad", main_grad.get_device(), weight.get_device(), "device index", of="weight")

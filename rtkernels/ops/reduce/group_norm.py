@@ -11,7 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce import group_norm_plan
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_shape, token
-from rtkernels.runtime.layout import nothing
+from rtkernels.runtime.layout import check_same, nothing
 from rtkernels.runtime.operator.arguments import Among, check_integer
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator
@@ -37,8 +37,8 @@ def _check(x: Meta, weight: Meta | None, bias: Meta | None, groups: int) -> None
         if parameter is not None:
             check_shape(name, parameter.shape, (channels,), "one number for each channel")
             token(name, parameter.dtype, dict.fromkeys((x.dtype, torch.float32)))
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        raise ArgumentError(f"bias has dtype {bias.dtype}; expected {weight.dtype}, that of weight")
+    if weight is not None and bias is not None:
+        check_same("bias", bias.dtype, weight.dtype, "dtype", of="weight")
 
 
 def _check_bwd(x: Meta, weight: Meta | None, bias: Meta | None, mean: Meta, rstd: Meta, groups: int) -> None:

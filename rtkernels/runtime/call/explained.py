@@ -8,6 +8,7 @@ it is.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
@@ -131,6 +132,8 @@ def _fits(value: Any, kind: str) -> bool:
     if kind == "Tensors":
         return type(value).__name__ == "TensorList" or _is_list_of(value, ["Tensor"])
     head, _, inner = kind.partition("[")
+    if head == "Literal":
+        return isinstance(value, (str, int)) and value in ast.literal_eval(f"({inner[:-1]},)")
     if head in ("tuple", "list", "Sequence"):
         members = _split(inner[:-1])
         if head == "tuple" and members[-1] != "..." and isinstance(value, (tuple, list)):
@@ -175,6 +178,8 @@ def _listed(kind: str) -> str:
     head, _, inner = kind.partition("[")
     if not inner:
         return f"an rtkernels {kind}"
+    if head == "Literal":
+        return " or ".join(_split(inner[:-1]))
     members = [member for member in _split(inner[:-1]) if member != "..."]
     wanted = ", ".join(" or ".join(_WANTED.get(kind, kind) for kind in _kinds(member)) for member in members)
     return f"a {'list' if head == 'Sequence' else head} of {wanted}"
