@@ -247,7 +247,8 @@ def gated_delta_rule(
     if swapped and state is not None:
         widths = v.shape[-1:] + q.shape[-1:]
         if state.shape[-2:] != widths:
-            raise ArgumentError(f"initial_state has shape {tuple(state.shape)}; expected {(..., *widths)} for 'vk'")
+            wanted = f"[batch, heads, {widths[0]}, {widths[1]}] for state_layout='vk'"
+            raise ArgumentError(f"initial_state has shape {tuple(state.shape)}; expected {wanted}")
         state = state.transpose(-1, -2)
     factor, sigmoid = default_scale(scale, q), bool(beta_sigmoid)
     if g is None:

@@ -57,5 +57,5 @@ def test_errors() -> None:
         gated_delta_rule(*rows, state_layout="kk")
     with pytest.raises(ArgumentError, match="initial_state has shape"):
         gated_delta_rule(*rows, initial_state=state, state_layout="vk")
-    with pytest.raises(ArgumentError, match=r"expected \[batch, heads, v, k\]"):
+    with pytest.raises(ArgumentError, match=r"expected \[batch, heads, \d+, \d+\] for state_layout='vk'"):
         gated_delta_rule(*rows, initial_state=state[0, 0, 0], state_layout="vk")

@@ -195,7 +195,7 @@ _X = torch.ones(2, 4, 3)
         ((_X.double(),), {"groups": 2}, "x has dtype float64; expected one of bfloat16, float16, float32"),
         ((_X, torch.ones(3)), {"groups": 2}, r"weight has shape \(3,\); expected \(4,\)"),
         ((_X, torch.ones(4).half()), {"groups": 2}, "weight has dtype float16; expected one of float32"),
-        ((_X.half(), torch.ones(4), torch.ones(4).half()), {"groups": 2}, "bias has dtype torch.float16"),
+        ((_X.half(), torch.ones(4), torch.ones(4).half()), {"groups": 2}, "bias has dtype float16"),
     ],
 )  # fmt: skip
 def test_errors(given: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
