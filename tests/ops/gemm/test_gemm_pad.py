@@ -157,7 +157,8 @@ def test_k_is_rounded_only_with_zeros_in_both() -> None:
 @pytest.mark.parametrize(
     "m, n, k, copied",
     (
-        (12749, 1000, 1096, "b"),  # rows of 2192 bytes begin inside of a sector
+        (1323, 7792, 8520, "a"),  # rows of 17040 bytes begin inside of a sector
+        (12749, 1000, 1096, ""),  # so do those of 2192; sm90 loads even and odd rows of b separately
         (4096, 4096, 1008, ""),  # those of 2016 do not
         (64, 16384, 1000, ""),  # the copy would take longer than the product
         (4096, 4096, 1001, "a and b"),  # these must be copied
