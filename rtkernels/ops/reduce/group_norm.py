@@ -86,7 +86,7 @@ def _reference_bwd(dy, x, weight, bias, mean, rstd, groups, act, need_x, need_we
         u = z * w + _parameter(bias, x, groups, 0.0)
         s = torch.sigmoid(u)
         g = g * s * (1 + u * (1 - s))
-    dx = dweight = dbias = nothing(x)
+    dx, dweight, dbias = nothing(x), nothing(x), nothing(x)
     if need_x:
         h = g * w
         dx = inverse * (h - h.mean((2, 3), keepdim=True) - z * (h * z).mean((2, 3), keepdim=True))

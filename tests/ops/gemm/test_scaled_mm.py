@@ -51,6 +51,7 @@ def emulated_coverage() -> None:
             scaled_mm(a[:, 1:], b[:, 1:], backend="pad")
     with rtkernels.emulate("sm_90"):
         scaled_mm(a, codes("e4m3", 32, 64, seed=1).codes, None, torch.ones(32), recipe="row", backend="unpack")
+        scaled_mm(a[:16], b, backend="swapped")
 
 
 # ---- operands and recipes -------------------------------------------------------------------------------------------
