@@ -169,19 +169,21 @@ def glu(
         reuse: ``"inputs"`` lets the backward pass overwrite x and up with their gradients instead of allocating memory.
             For tensors that nothing else needs by then, such as the result of a projection. See below.
         layout: ``"concat"``, or ``"interleaved"`` if gate and up are alternating columns of x (without `up`). This and
-            all following options are inference-only and cannot be combined with limit, weight or reuse.
-        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. It has no gradient.
-        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
-        keep: Also return the values before quantisation, in x's dtype.
-        out: Contiguous tensor to write the result to; may be x or up if both are given. Not recorded by autograd.
-        scale_out: Tensor to write the computed scales to.
+            all following options cannot be combined with limit, weight or reuse.
+        channel_scale: ``[d]``, of x's dtype or float32, multiplies the result. In a call that needs gradients, the
+            result is rounded before it and after it.
+        quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``. Not with
+            gradients.
+        keep: With quant: also return the values before quantisation, in x's dtype.
+        out: Contiguous tensor to write the result to; may be x or up if both are given. Not with gradients.
+        scale_out: Tensor to write the computed scales to. Not with gradients.
 
     Returns:
         ``[..., d]``, contiguous, in x's dtype. With quant the codes, or a :class:`rtkernels.GluOut` if scales are
         computed or `keep` is set.
 
-    With an inference-only option, x and up may be NVFP4: ``(codes, scales)`` or ``(codes, scales, global scale)``, as
-    ``quantize_nvfp4`` returns them.
+    Without limit, weight and reuse, x and up may both be NVFP4: ``(codes, scales)`` or ``(codes, scales, global
+    scale)``, as ``quantize_nvfp4`` returns them.
 
     With reuse, x and up must be contiguous results of operations: leaves that require grad, and views of them, are
     refused. If another operation saved one of them and is differentiated later, torch raises its error for in-place

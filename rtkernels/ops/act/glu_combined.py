@@ -1,4 +1,4 @@
-"""``glu`` with inference-only options: layouts, channel factors, quantised results, NVFP4 inputs."""
+"""``glu`` with its options from layout on: layouts, channel factors, quantised results, NVFP4 inputs."""
 
 from __future__ import annotations
 

@@ -100,21 +100,21 @@ def layer_norm(
         return_statistics: Also return rstd and mean, as the last results; they have no gradient.
         out: As for :func:`rms_norm`.
         reuse: As for :func:`rms_norm`. Not with statistics or out.
-        gate: As for :func:`rms_norm`. This and all following options are inference-only; their order of application is
-            described there.
+        gate: As for :func:`rms_norm`. This and all following options cannot be combined with rstd, mean,
+            return_statistics or reuse; their order of application is described there.
         x_bias: ``[n]``, added to x first; the `bias` of :func:`rms_norm`.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
         shift: Added after that; shape and dtype as for gate.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
         channel_scale: ``[n]``, factor of the result.
         quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
-        keep: Also return the values before quantisation, in x's dtype.
+        keep: With quant: also return the values before quantisation, in x's dtype.
         residual_out: Tensor to write the sum to; may be residual or x.
         scale_out: Tensor to write the computed scales to.
 
     Returns:
         ``y``, contiguous unless it is `out`, in x's shape and dtype; with a residual ``(y, h)``; with return_statistics
-        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With inference-only options, as for :func:`rms_norm`.
+        ``(y, rstd, mean)`` or ``(y, h, rstd, mean)``. With gate or an option after it, as for :func:`rms_norm`.
     """
     # In a condition, `is not None` is one jump; a chain of `is` takes three times the instructions.
     if (
@@ -122,7 +122,7 @@ def layer_norm(
         or channel_scale is not None or quant is not None or residual_out is not None or scale_out is not None
     ):  # fmt: skip
         if rstd is not None or mean is not None or return_statistics or reuse is not None:
-            raise ArgumentError("rstd, mean, return_statistics and reuse exclude the inference-only options")
+            raise ArgumentError("rstd, mean, return_statistics and reuse exclude gate and the options after it")
         return normalize(
             x, weight, bias, eps=eps, offset=offset, centred=True, residual=residual, gate=gate, bias=x_bias,
             scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,

@@ -61,7 +61,7 @@ def normalize(
     style: Tensor | None, channel_scale: Tensor | None, quant: Any, keep: bool,
     residual_out: Tensor | None, scale_out: Tensor | None,
 ) -> Tensor | NormOut:  # fmt: skip
-    """Normalise with any inference-only options; see ``rms_norm``."""
+    """Normalise with any of the options from gate on; see ``rms_norm``."""
     next_gate = None
     token("x", x.dtype)
     if not x.dim():

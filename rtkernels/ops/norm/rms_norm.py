@@ -106,15 +106,15 @@ def rms_norm(
             with the gradient instead of allocating memory. The rules are those of :func:`glu`. Not with rstd or
             return_rstd.
         gate: Factor of ``x + bias`` before the residual is added: ``[n]``, ``[..., n]``, or any shape that broadcasts
-            to that of x; in x's dtype or float32, any row stride. This and all following options are inference-only,
-            see below.
+            to that of x; in x's dtype or float32, any row stride. This and all following options cannot be combined
+            with rstd, return_rstd or reuse, see below.
         bias: ``[n]``, added to x first.
         scale: ``1 + scale`` multiplies the normalised row; shape and dtype as for gate.
         shift: Added after that; shape and dtype as for gate.
         style: ``[..., 3 n]``: scale, shift and, returned as a view, the gate of the next call.
         channel_scale: ``[n]``, factor of the result.
         quant: Quantise the result (:class:`rtkernels.Quant`); a dtype or "nvfp4" means ``Quant(dtype)``.
-        keep: Also return the values before quantisation, in x's dtype.
+        keep: With quant: also return the values before quantisation, in x's dtype.
         residual_out: Tensor to write the sum to; may be residual or x.
         scale_out: Tensor to write the computed scales to.
 
@@ -122,11 +122,11 @@ def rms_norm(
         ``y``, contiguous unless it is `out`, in x's shape and dtype; with a residual ``(y, h)``; with return_rstd
         ``(y, rstd)`` or ``(y, h, rstd)``.
 
-    With an inference-only option, the call is one launch (two if the scale of a whole tensor is computed from the
-    data). The steps are, in this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the
+    With one of the options from gate on, the call is one launch (two if the scale of a whole tensor is computed from
+    the data). The steps are, in this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the
     rounded h; the weight; ``* (1 + scale) + shift``; ``* channel_scale``; quantisation. If there is more than one
-    result, they are returned as a :class:`rtkernels.NormOut`. Without quant and out, the call is differentiable in all
-    tensors but channel_scale.
+    result, they are returned as a :class:`rtkernels.NormOut`. Without quant, out and residual_out, the call is
+    differentiable in all tensors but channel_scale.
     """
     # In a condition, `is not None` is one jump; a chain of `is` takes three times the instructions.
     if (
@@ -134,7 +134,7 @@ def rms_norm(
         or channel_scale is not None or quant is not None or residual_out is not None or scale_out is not None
     ):  # fmt: skip
         if rstd is not None or return_rstd or reuse is not None:
-            raise ArgumentError("rstd, return_rstd and reuse exclude the inference-only options")
+            raise ArgumentError("rstd, return_rstd and reuse exclude gate and the options after it")
         return normalize(
             x, weight, None, eps=eps, offset=offset, centred=False, residual=residual, gate=gate, bias=bias,
             scale=scale, shift=shift, style=style, channel_scale=channel_scale, quant=quant, keep=keep,

@@ -81,7 +81,7 @@ def euler_step(x: Tensor, v: Tensor, dt: Tensor | float, *, out: Tensor | None =
         v: A tensor of x's shape, in x's dtype; alternatively one of the two is float32. To skip leading rows, slice it.
         dt: A number, or one float32 element on the device, which the host never reads: a captured graph reads its
             current value at each replay. It has no gradient.
-        out: Tensor to write the result to, of x's shape and dtype. May be x. Not with gradients.
+        out: Tensor to write the result to, of x's shape and dtype. May be x or v. Not with gradients.
 
     Returns:
         A contiguous tensor of x's shape and dtype.
@@ -137,7 +137,8 @@ def cfg_combine(
         v_cond: A tensor of r's shape, in r's dtype; alternatively one of the two is float32.
         v_uncond: Like v_cond.
         beta: A number, or one float32 element on the device, which the host never reads. It has no gradient.
-        out: Tensor to write the result to, of r's shape and dtype. May be r. Not with gradients.
+        out: Tensor to write the result to, of r's shape and dtype. May be r, v_cond or v_uncond. Not
+            with gradients.
 
     Returns:
         A contiguous tensor of r's shape and dtype.

@@ -151,7 +151,7 @@ def softmax(
             row size. Other scores are not read and have probability 0 and gradient 0.
         in_place: Overwrite x and return it. With gradients, x must not be a leaf and nothing else may need its old
             values. Still copies if rows are not evenly spaced, if dim is not the last, and under torch.compile.
-        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. May be x. Not with gradients.
 
     Returns:
         A tensor of x's shape and dtype; contiguous for the last dim.
@@ -176,7 +176,7 @@ def log_softmax(
         scale: As for ``softmax``.
         lengths: As for ``softmax``; other scores give -inf and have gradient 0.
         in_place: As for ``softmax``.
-        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. May be x. Not with gradients.
 
     Returns:
         A tensor of x's shape and dtype; contiguous for the last dim.

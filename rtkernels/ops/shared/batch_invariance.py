@@ -31,7 +31,8 @@ _ROW_SCALES = "refused: a scale that covers several rows"
 _SCALES_OF_TOKENS = "scales cover several tokens"
 _IN_ORDER = "level 3: adds 128 rows at a time to a float32 sum, in order"
 _OVER_PAGES = (
-    "refused over pages on sm_90: heads wider than 128, ALiBi, 3 or 7 query heads per key head (no power of two)"
+    "refused over pages on sm_90: heads wider than 128, ALiBi, a number of query heads per key head that is no power "
+    "of two up to 64"
 )
 _OF_WEIGHT = "refused at level 3: gradients of weights"
 PROMISES: dict[str, Promise] = {

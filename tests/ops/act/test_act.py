@@ -1,4 +1,4 @@
-"""act, and glu with the inference-only options: kernels, values, gradients, memory, errors."""
+"""act, and glu with its options from layout on: kernels, values, gradients, memory, errors."""
 
 from __future__ import annotations
 

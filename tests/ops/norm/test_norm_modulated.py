@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm with the inference-only options: kernels, the order of steps, gradients, memory, errors."""
+"""rms_norm and layer_norm with gate and what follows it: kernels, the order of steps, gradients, memory, errors."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ BAD = {
     ),
     "scale_out": (lambda: rms_norm(X, shift=X, scale_out=X), "scale_out is given; expected None if no scale"),
     "residual_out": (lambda: rms_norm(X, shift=X, residual_out=X), "residual_out is given; expected None without"),
-    "statistics": (lambda: rms_norm(X, shift=X, return_rstd=True), "exclude the inference-only options"),
+    "statistics": (lambda: rms_norm(X, shift=X, return_rstd=True), "exclude gate and the options after it"),
     "gradient": (lambda: rms_norm(X.clone().requires_grad_(), quant=E4M3), "quant is given but a tensor needs grad"),
     "odd": (lambda: rms_norm(torch.ones(2, 7), quant="nvfp4"), "the result has 7 columns; expected a multiple of 2"),
     "bias": (lambda: layer_norm(X, x_bias=X), r"bias has shape \(2, 8\); expected \(8,\)"),
