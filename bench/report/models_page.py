@@ -84,8 +84,8 @@ def _parts(layers: dict[str, Any]) -> list[str]:
     ]
     return [
         "",
-        "A later tuning run (`bench/results/tuning/h200-2026-11-18-layers.json`), in which layers of the expert",
-        "take five launches, without torch.compile; ms of each part / its floor by memory or tensor cores:",
+        "Its parts, from a tuning run (`bench/results/tuning/h200-2026-11-18-layers.json`), in which layers of the",
+        "expert take five launches, without torch.compile; ms of each part / its floor by memory or tensor cores:",
         "",
         *report.table(["", "ms", *names, "kernels per denoising step", "cosine"], body),
         "",

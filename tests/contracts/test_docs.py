@@ -97,12 +97,29 @@ def test_functions_without_out_are_named() -> None:
 def test_functions_that_work_in_place_by_out() -> None:
     named = re.findall(r"`(\w+)`", _after("over an argument", _page("how_to/inference.md")))
     extra = {"add_residual": [torch.ones(4, 8)], "add_bias": [torch.ones(8)], "euler_step": [torch.ones(4, 8), 0.5]}
-    extra |= {"glu": [torch.ones(4, 8)], "act": ["silu"]}
+    extra |= {"glu": [torch.ones(4, 8)], "act": ["silu"], "channel_mul": [torch.ones(8)]}
+    extra |= {"cfg_combine": [torch.ones(4, 8), torch.ones(4, 8), 0.5]}
+    outs = {name: re.search(r"^    out: (?:.|\n {8})*", _doc(name), re.MULTILINE) for name in rtkernels._public.OPS}
+    documented = {name for name, out in outs.items() if out and re.search(r"\bmay be\b", out[0], re.IGNORECASE)}
+    assert {*named} - {"out"} == documented - {"attention", "attention_varlen"}  # those take q, of 16 bits
     for name in set(named) - {"out"}:
         x, more = torch.randn(4, 8), extra.get(name, [])
         expected = getattr(rtkernels, name)(x.clone(), *more)
         assert getattr(rtkernels, name)(x, *more, out=x) is x, name
         assert torch.equal(x, expected), name
+
+
+def _doc(name: str) -> str:
+    return inspect.getdoc(getattr(rtkernels, name)) or ""
+
+
+def test_survivors_of_mutation_are_those_recorded() -> None:
+    record = json.loads((ROOT / "tests" / "mutation" / "recorded.json").read_text(encoding="utf-8"))
+    command, family, survived = (len(record[key]) for key in ("command", "family", "survived"))
+    judged, page = command + family + survived, _page("mutation.md")
+    assert f"({command / judged:.0%} are recorded)".replace("%", " %") in page
+    killed = f"{(command + family) / judged:.1%}".replace("%", " %")
+    assert f"({killed} are recorded; {survived} of {judged:,} survive)" in page
 
 
 def test_reasons_are_those_of_the_code() -> None:

@@ -330,7 +330,7 @@ def attention_varlen(
         k_scale: For an 8-bit cache: float32 () or [heads], the scale of the codes of keys.
         v_scale: The same for values.
         return_lse: Also return the log-sum-exp (lse) of the scores.
-        out: Tensor to write the result to. Not with gradients.
+        out: Tensor to write the result to; without a page_table it may be q. Not with gradients.
         backend: "auto", or the name of a backend.
 
     Returns:

@@ -98,7 +98,7 @@ def layer_norm(
         rstd: As for :func:`rms_norm`, with the variance of x instead of its mean square. Requires `mean`.
         mean: float32, shape as rstd: ``mean(x)``.
         return_statistics: Also return rstd and mean, as the last results; they have no gradient.
-        out: As for :func:`rms_norm`.
+        out: As for :func:`rms_norm`; may be x or residual itself.
         reuse: As for :func:`rms_norm`. Not with statistics or out.
         gate: As for :func:`rms_norm`. This and all following options cannot be combined with rstd, mean,
             return_statistics or reuse; their order of application is described there.

@@ -123,8 +123,8 @@ def rms_norm(
         ``(y, rstd)`` or ``(y, h, rstd)``.
 
     With one of the options from gate on, the call is one launch (two if the scale of a whole tensor is computed from
-    the data). The steps are, in this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of the
-    rounded h; the weight; ``* (1 + scale) + shift``; ``* channel_scale``; quantisation. If there is more than one
+    the data). The steps are, in this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of
+    the rounded h; the weight; ``* (1 + scale) + shift``; ``* channel_scale``; quantisation. If there is more than one
     result, they are returned as a :class:`rtkernels.NormOut`. Without quant, out and residual_out, the call is
     differentiable in all tensors but channel_scale.
     """

@@ -312,7 +312,7 @@ def smooth_factors(
         alpha: Fraction of the spread that moves from the activations to the weight, 0 to 1.
         floor: Lower limit of the maxima.
         pow2: Round up to powers of two, so that scaling is exact.
-        out: Tensor to write the result to, with its shape, dtype and strides. Not with gradients.
+        out: Tensor to write the result to, with its shape, dtype and strides. May be amax. Not with gradients.
 
     Returns:
         float32, in amax's shape.
