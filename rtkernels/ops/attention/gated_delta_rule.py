@@ -243,10 +243,10 @@ def gated_delta_rule(
         group: A ``torch.distributed`` process group over which each sequence is split into parts. Each member computes
             how the state after its part depends on the state before it, a matrix of the width of k squared per head,
             and starts from the state that follows from all parts before its own. The forward runs the rule three times
-            over a part, the backward its gradients twice. All members pass the same options. initial_state counts on
-            rank 0, which has the first part, and may be None elsewhere; all members return the state after the last
-            part. The total loss is the sum of the members' losses: gradients of initial_state (0 but on rank 0), A_log
-            and dt_bias are to be summed over the group. Not with cu_seqlens.
+            over a part, the backward its gradients twice. All members pass the same options, and all of them or none
+            call backward. initial_state counts on rank 0, which has the first part, and may be None elsewhere; all
+            members return the state after the last part. The total loss is the sum of the members' losses: gradients of
+            initial_state (0 but on rank 0), A_log and dt_bias are to be summed over the group. Not with cu_seqlens.
         zigzag: Needed with group, because another order of parts would give other results without an error. False: rank
             r of n has part r of n; lengths may differ. True: it has parts r and ``2 n - 1 - r`` of ``2 n``, one after
             the other, both of half its length, as for ``nn.parallel.ring_attention``.

@@ -233,6 +233,20 @@ def test_a_world_of_one_gives_what_no_group_gives(tmp_path: Path) -> None:
 
 @needs_gloo
 @at("cpu", "sm_80", "sm_90", "cuda")
+def test_parts_of_no_rows(place: str, tmp_path: Path) -> None:
+    with _group("nccl" if place == "cuda" else "gloo", f"{tmp_path}/store"), running_on(place) as device:
+        q, k, v, g, beta, state = (t.to(device).requires_grad_() for t in inputs(0, 1, 2, 16, 24, 1, BF16))
+        for zigzag in (False, True):
+            rows = (t.unsqueeze(0) for t in (q, k, v, g, beta))
+            options = {"return_state": True, "group": dist.group.WORLD, "zigzag": zigzag}
+            out, final = gated_delta_rule(*rows, initial_state=state, **options)
+            gradients = torch.autograd.grad((out, final), (q, g, state), (out.detach(), 2 * state.detach()))
+            assert out.shape == (1, 0, 2, 24) and gradients[0].shape == q.shape and gradients[1].shape == g.shape
+            assert torch.equal(final, state) and torch.equal(gradients[2], 2 * state)
+
+
+@needs_gloo
+@at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("channels", (False, True))
 def test_two_parts_of_one_process(channels: bool, place: str, tmp_path: Path) -> None:
     """In zigzag order the only member has them one after the other. Neither is a number of whole chunks."""
