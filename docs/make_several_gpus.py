@@ -28,6 +28,18 @@ def ring_attention(size: int, keys: int, width: int) -> tuple[float, float]:
     return forward, forward + size * 2 * tensor * 4  # and sums of their gradients in fp32, which return to their owner
 
 
+def gated_delta_rule(
+    size: int, heads: int, d_k: int, d_v: int, parts: int = 2, wants_state: bool = False
+) -> tuple[float, float]:
+    """Return the bytes of a forward and a backward pass: all-gathers of an fp32 matrix and a state of each part.
+
+    `heads` are of values and of all sequences; `parts`, of a sequence on one process: two with zigzag. With
+    `wants_state` members exchange gradients of the last state, too.
+    """
+    exchange = (size - 1) * parts * heads * d_k * (d_k + d_v) * 4
+    return exchange, exchange + (size - 1) * heads * d_k * d_v * 4 * wants_state
+
+
 def expert_parallel(size: int, rows: int, width: int, experts: int, element: int = 2) -> tuple[float, float]:
     """Return the bytes of a forward and a backward pass: `rows` are tokens times choices, evenly over processes."""
     others = (size - 1) / size
@@ -70,6 +82,9 @@ def rows(gpus: int) -> list[Row]:
     forward, backward = ring_attention(gpus, tokens, 8 * 128)
     block = 4 * tokens**2 * 64 * 128 / 2  # with zigzag, half of a block's scores are computed
     found = [Row("`ring_attention`", gpus, forward + backward, 2 * forward, gpus * 3.5 * block)]
+    sent = sum(gated_delta_rule(gpus, 32, 128, 128))
+    passes, rule = 7, tokens * 32 * 2 * (4 * 64 * 128 + 3 * 128 * 128)  # three forward, two backward of twice as much
+    found.append(Row("`gated_delta_rule`", gpus, sent, 0, passes * rule))
     size = min(gpus, 256)
     sent = sum(expert_parallel(size, tokens * 8, 7168, 256))
     found.append(Row("`expert_parallel`", size, sent, 0, 3 * tokens * 8 * 6 * 7168 * 2048))

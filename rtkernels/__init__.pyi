@@ -1258,7 +1258,7 @@ def gated_delta_rule(
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[False] = False, l2norm: bool =
     False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_sigmoid:
     bool = False, beta_scale: float = 1.0, state_layout: Literal['kv', 'vk'] = 'kv', out: Tensor | tuple[Tensor |
-    None, ...] | None = None
+    None, ...] | None = None, group: Any = None, zigzag: bool | None = None
 ) -> Tensor:
     """Return linear attention by the gated delta rule."""
 @overload
@@ -1267,7 +1267,7 @@ def gated_delta_rule(
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: Literal[True], l2norm: bool = False, A_log:
     Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_sigmoid: bool = False,
     beta_scale: float = 1.0, state_layout: Literal['kv', 'vk'] = 'kv', out: Tensor | tuple[Tensor | None, ...] | None
-    = None
+    = None, group: Any = None, zigzag: bool | None = None
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def gated_delta_rule(
@@ -1275,7 +1275,7 @@ def gated_delta_rule(
     Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False, l2norm: bool = False, A_log:
     Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_sigmoid: bool = False,
     beta_scale: float = 1.0, state_layout: Literal['kv', 'vk'] = 'kv', out: Tensor | tuple[Tensor | None, ...] | None
-    = None
+    = None, group: Any = None, zigzag: bool | None = None
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.attention.attention import BACKWARD, attention
-from rtkernels.ops.attention.lightning_parallel import check_order
 from rtkernels.ops.attention.merge import merge_attention
 from rtkernels.ops.attention.options import default_scale, window_sides
+from rtkernels.ops.attention.sequence_parts import check_order
 from rtkernels.ops.moe.moe_index import moe_index
 from rtkernels.ops.moe.moe_permute import moe_permute, moe_unpermute
 from rtkernels.runtime.operator.autograd import once_differentiable

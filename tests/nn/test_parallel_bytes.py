@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,23 @@ def _passes(call: Callable[[], Tensor]) -> tuple[float, float]:
         return forward, sum(sent) - forward
 
 
+def _flat(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([t.flatten() for t in (results if isinstance(results, tuple) else (results,))])
+
+
 def check_bytes(rank: int, mesh: Any) -> None:
     group, random = mesh.get_group(), torch.Generator().manual_seed(rank)
     q, k, v = (torch.randn(2, 6, heads, 16, generator=random).bfloat16().requires_grad_() for heads in (4, 2, 2))
     for options in ({}, {"causal": True, "zigzag": False}, {"causal": True, "zigzag": True}):
         found = _passes(lambda options=options: ring_attention(q, k, v, group=group, **options))
         assert found == formulas.ring_attention(WORLD, 2 * 6, 2 * 16), options
+
+    q, k, v = (torch.randn(2, 6, heads, 16, generator=random).bfloat16().requires_grad_() for heads in (1, 1, 2))
+    beta = torch.rand(2, 6, 2, generator=random)
+    for zigzag, wants_state in product((False, True), (False, True)):
+        call = {"l2norm": True, "group": group, "zigzag": zigzag, "return_state": wants_state}
+        found = _passes(lambda call=call: _flat(rtkernels.gated_delta_rule(q, k, v, None, beta, **call)))
+        assert found == formulas.gated_delta_rule(WORLD, 2 * 2, 16, 16, 1 + zigzag, wants_state), call
 
     x = torch.randn(8, 16, generator=random).bfloat16().requires_grad_()
     chosen = torch.tensor([[0, 2], [3, 1]]).repeat(4, 1)  # one expert of each process for every token

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import delta_gates
+from rtkernels.ops.attention import delta_gates, sequence_parts
+from rtkernels.ops.attention import gated_delta_rule_parallel as parallel
 from rtkernels.ops.attention import gated_delta_rule_plan as plans
 from rtkernels.ops.attention import gated_delta_rule_reference as reference
 from rtkernels.ops.attention import gated_delta_rule_scans as scans
@@ -199,7 +200,7 @@ def gated_delta_rule(
     initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None, return_state: bool = False,
     l2norm: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
     beta_sigmoid: bool = False, beta_scale: float = 1.0, state_layout: Literal["kv", "vk"] = "kv",
-    out: Tensor | tuple[Tensor | None, ...] | None = None,
+    out: Tensor | tuple[Tensor | None, ...] | None = None, group: Any = None, zigzag: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return linear attention by the gated delta rule.
 
@@ -239,10 +240,23 @@ def gated_delta_rule(
             [..., width of v, width of k], as FlashInfer keeps them. Each costs a transposing copy.
         out: Tensors for the results in order, of their shapes, dtypes and strides (None: allocated). Not with
             gradients.
+        group: A ``torch.distributed`` process group over which each sequence is split into parts. Each member computes
+            how the state after its part depends on the state before it, a matrix of the width of k squared per head,
+            and starts from the state that follows from all parts before its own. The forward runs the rule three times
+            over a part, the backward its gradients twice. All members pass the same options, and all of them or none
+            call backward. initial_state counts on rank 0, which has the first part, and may be None elsewhere; all
+            members return the state after the last part. The total loss is the sum of the members' losses: gradients of
+            initial_state (0 but on rank 0), A_log and dt_bias are to be summed over the group. Not with cu_seqlens.
+        zigzag: Needed with group, because another order of parts would give other results without an error. False: rank
+            r of n has part r of n; lengths may differ. True: it has parts r and ``2 n - 1 - r`` of ``2 n``, one after
+            the other, both of half its length, as for ``nn.parallel.ring_attention``.
 
     Returns:
         A tensor of v's shape and dtype; with return_state a pair of it and the final state, float32.
     """
+    if group is not None and cu_seqlens is not None:
+        raise ArgumentError("group and cu_seqlens are given; expected one of them: packed sequences cannot be split")
+    parts = sequence_parts.count(q, group, zigzag)
     state, swapped = None if initial_state is None else initial_state.float(), state_layout == "vk"
     if swapped and state is not None:
         widths = v.shape[-1:] + q.shape[-1:]
@@ -255,12 +269,16 @@ def gated_delta_rule(
         g = None if A_log is not None else torch.zeros(v.shape[:-1], dtype=_FLOAT32, device=v.device)
     options = _gate_options(q, v, g, A_log, dt_bias, lower_bound, beta_scale)
     q, k = _for_channels(q, k, v, g)
-    if A_log is not None or sigmoid or options[1] != 1.0:  # before the first launch
+    if parts or A_log is not None or sigmoid or options[1] != 1.0:  # before the first launch
         _check(*map(meta_of, (q, k, v, g, beta, state, cu_seqlens)), factor)
     g, beta = delta_gates.gates(g, beta, A_log, dt_bias, options[0], sigmoid, options[1])
-    values = (q, k, v, g, beta, state, cu_seqlens, factor, bool(l2norm), bool(return_state))
-    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:6])
-    result, final = _differentiable(*values) if differentiated else FORWARD.call(*values)
+    if parts:
+        rule = parallel.Rule(FORWARD, BACKWARD, factor, bool(l2norm), group, parts, bool(return_state))
+        result, final = parallel.of_group(q, k, v, g, beta, state, rule)
+    else:
+        values = (q, k, v, g, beta, state, cu_seqlens, factor, bool(l2norm), bool(return_state))
+        differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values[:6])
+        result, final = _differentiable(*values) if differentiated else FORWARD.call(*values)
     if swapped and return_state:
         final = final.transpose(-1, -2).contiguous()
     return (result, final) if return_state else result
@@ -341,6 +359,6 @@ def gated_delta_rule_step(
 
 OP = Op(
     "gated_delta_rule", public=("gated_delta_rule", "gated_delta_rule_step"),
-    kernels=(*KERNELS, *scans.KERNELS, *segments.KERNELS, TAIL), torch_ops=(FORWARD, BACKWARD, ONE),
+    kernels=(*KERNELS, *scans.KERNELS, *segments.KERNELS, TAIL), torch_ops=(FORWARD, BACKWARD, ONE, parallel.CHAIN),
     uses=("delta_gates",),
 )  # fmt: skip

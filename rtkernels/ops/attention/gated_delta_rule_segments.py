@@ -67,14 +67,17 @@ def scratch(call: Call, gradients: bool = False) -> dict[str, Memory]:
     return {"ends": ends} | ({"starts": Memory((states,), torch.float32)} if gradients else {})
 
 
-def _chain(call: Call, states: str, reverse: bool, device: int) -> Step:
+def chain(call: Call, states: str, reverse: bool, device: int, transitions: str | Offset) -> Step:
     """Return the launch that computes the states, or their gradients, between segments."""
     pitch = (call.width if reverse else _SLAB) + 4
     shared = _STAGES * (_SLAB if reverse else call.width) * pitch * 4
     grid = (call.d_v // _COLUMNS, call.heads, call.sequences)
     launch = CHAIN.bind((call.width, reverse), device, grid, 2 * call.width, shared)
-    transitions = Offset("ends", 4 * call.segments * call.heads * call.d_k * call.d_v)
     return Step(launch, transitions, states, call.cu, call.segment, call.length, call.heads, call.d_k, call.d_v)
+
+
+def _transitions(call: Call) -> Offset:
+    return Offset("ends", 4 * call.segments * call.heads * call.d_k * call.d_v)
 
 
 def forward(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device: int) -> list[Step]:
@@ -85,7 +88,7 @@ def forward(call: Call, q: Meta, k: Meta, v: Meta, names: dict[str, str], device
     first = {name: names[name] for name in ("initial", "ends") if name in names}
     return [
         scans.scan(call, q, k, v, first, device),
-        _chain(call, "ends", False, device),
+        chain(call, "ends", False, device, _transitions(call)),
         scans.scan(call, q, k, v, names, device),
     ]
 
@@ -98,6 +101,6 @@ def backward(call: Call, q: Meta, k: Meta, dout: Meta, names: dict[str, str], de
     first = {name: names[name] for name in ("dfinal", "starts") if name in names}
     return [
         scans.reverse(call, q, k, dout, first, device),
-        _chain(call, "starts", True, device),
+        chain(call, "starts", True, device, _transitions(call)),
         scans.reverse(call, q, k, dout, names, device),
     ]

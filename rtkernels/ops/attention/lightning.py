@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.attention import lightning_fp32
+from rtkernels.ops.attention import lightning_fp32, sequence_parts
 from rtkernels.ops.attention import lightning_reference as reference
 from rtkernels.ops.attention.backends import TAIL, packed_tail
 from rtkernels.ops.attention.checks import HALVES, Heads, check_factor, check_grid, check_width, result_strides, strides
-from rtkernels.ops.attention.lightning_parallel import check_order, state_before
+from rtkernels.ops.attention.lightning_parallel import state_before
 from rtkernels.ops.attention.lightning_plan import (
     MAX_WIDTH,
     PREFIX,
@@ -267,13 +267,11 @@ def lightning_attention(
         ``sum over s of exp(-decay * (length - 1 - s)) k[s] v[s]^T + exp(-decay * length) initial_state``, float32.
     """
     _refuse_decay_gradients(decay)
-    if group is not None:
-        if initial_state is not None or cu_seqlens is not None:
-            raise ArgumentError("group is given; expected neither initial_state nor cu_seqlens")
-        check_order(zigzag)
-        return _of_group(q, k, v, decay, scale, return_state, group, zigzag)
-    if zigzag:
-        raise ArgumentError("zigzag is True and group is None; expected the group that has the other parts")
+    if group is not None and (initial_state is not None or cu_seqlens is not None):
+        raise ArgumentError("group is given; expected neither initial_state nor cu_seqlens")
+    parts = sequence_parts.count(q, group, zigzag)
+    if parts:
+        return _of_group(q, k, v, decay, scale, return_state, group, parts)
     state = None if initial_state is None else initial_state.float()
     if isinstance(q, Tensor) and q.dtype == _FLOAT32:
         lightning_fp32.check(q, k, v, decay, state, cu_seqlens)
@@ -288,20 +286,14 @@ def lightning_attention(
 
 
 def _of_group(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: float | None, return_state: bool, group: Any, zigzag: bool
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: float | None, return_state: bool, group: Any, parts: int
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the attention of this member's part of each sequence, or of its two: these are batch entries then."""
-    if q.dim() != 4 or (zigzag and q.shape[1] % 2):
-        raise ArgumentError(
-            f"q has shape {tuple(q.shape)}; expected [batch, length, heads, width] with a group, and an even length "
-            f"for zigzag"
-        )
-    shape, parts = v.shape, 2 if zigzag else 1
-    q, k, v = (t.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 1) for t in (q, k, v))
+    q, k, v = (sequence_parts.as_batch(t, parts) for t in (q, k, v))
     _, own = lightning_attention(q, k, v, decay, scale=scale, return_state=True)
     before = state_before(own.unflatten(0, (parts, -1)), decay.float(), q.shape[1], group).flatten(0, 1)
     y, state = lightning_attention(q, k, v, decay, scale=scale, initial_state=before, return_state=True)
-    y = y.unflatten(0, (parts, -1)).transpose(0, 1).reshape(shape)
+    y = sequence_parts.joined(y, parts)
     return (y, state.unflatten(0, (parts, -1))[-1]) if return_state else y
 
 

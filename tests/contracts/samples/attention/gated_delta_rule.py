@@ -6,6 +6,7 @@ import torch
 
 import rtkernels
 from rtkernels.ops.attention.gated_delta_rule import BACKWARD, FORWARD, ONE
+from rtkernels.ops.attention.gated_delta_rule_parallel import CHAIN
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
@@ -64,3 +65,5 @@ def samples(device: str):
         bias = normal(*decay.shape[2:])
         rows = [t[:, 0] for t in (q, k, v, decay.bfloat16(), beta.bfloat16())]
         yield ONE, (*rows, state.bfloat16(), normal(4), bias, slots, 0.25, True, -5.0, True, 2.0)
+    for reverse in (False, True):
+        yield CHAIN, (normal(2, 4, 2, 16, 16), normal(2, 4, 2, 16, 24), reverse)
