@@ -1,7 +1,7 @@
 """What a backward pass reads is saved by autograd: a tensor that was changed since the forward pass raises.
 
 A tensor that a node keeps as a plain attribute has no version that torch would compare; its gradient would silently be
-that of other values. Called is every public function that is differentiable, on the CPU: its nodes are the same everywhere.
+that of other values. Called is every public function that is differentiable, on the CPU: nodes are the same everywhere.
 """
 
 from __future__ import annotations
@@ -58,24 +58,33 @@ def _kept(results: list[Tensor]) -> list[str]:
     return found
 
 
-def _differentiated(call: Call) -> tuple[list[Tensor], list[Tensor], list[Tensor]] | None:
-    """Return the inputs of a call, leaves that they are made from, and its results that require a gradient."""
-    floats = [t.is_floating_point() and t.itemsize > 1 for t in call.tensors]
-    # One that is changed must not be a leaf, and those without a gradient are refused or ignored, each by itself.
-    wanted = set()
-    for i, is_float in enumerate(floats):
-        try:
-            results = call.run([t.clone().requires_grad_(i == j) for j, t in enumerate(call.tensors)]) if is_float else 0
-        except rtkernels.ArgumentError:
+def _differentiable(call: Call) -> set[int]:
+    """Return the places of tensors that get a gradient, each tried by itself."""
+    found = set()
+    for i, given in enumerate(call.tensors):
+        if not given.is_floating_point() or given.itemsize == 1:
             continue
-        if any(isinstance(r, Tensor) and r.requires_grad for r in results_of(results)):
-            wanted.add(i)
-    if not wanted:
-        return None
-    leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(call.tensors)]
-    inputs = [t * 1 if t.requires_grad else t for t in leaves]
-    results = [r for r in results_of(call.run(inputs)) if isinstance(r, Tensor) and r.requires_grad]
-    return inputs, [t for t in leaves if t.requires_grad], results
+        try:
+            results = call.run([t.clone().requires_grad_(i == j) for j, t in enumerate(call.tensors)])
+        except rtkernels.ArgumentError:  # says that there is no gradient
+            continue
+        if any(r is not None and r.requires_grad for r in results_of(results)):
+            found.add(i)
+    return found
+
+
+class _Forward:
+    """A forward pass: its inputs, the leaves that they were made from, and the results that require a gradient."""
+
+    def __init__(self, call: Call, wanted: set[int]) -> None:
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(call.tensors)]
+        self.inputs = [t * 1 if t.requires_grad else t for t in leaves]  # a leaf could not be changed
+        self.leaves = [leaves[i] for i in sorted(wanted)]
+        self.results = [r for r in results_of(call.run(self.inputs)) if r is not None and r.requires_grad]
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        ones = [torch.ones_like(r) for r in self.results]
+        return torch.autograd.grad(self.results, self.leaves, ones, allow_unused=True)
 
 
 def _changed(t: Tensor) -> None:
@@ -88,27 +97,30 @@ def _changed(t: Tensor) -> None:
             t.zero_()
 
 
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_changes_between_forward_and_backward_raise_or_do_not_matter(part: int) -> None:
     wrong: list[str] = []
     for call in list(functions())[part::4]:
-        first = None if call.written else _differentiated(call)
-        if first is None:
+        wanted = set() if call.written else _differentiable(call)
+        if not wanted:
             continue
-        _, leaves, results = first
-        wrong += [f"{call.name}: {name} is an attribute" for name in _kept(results)]
-        expected = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results], allow_unused=True)
-        for i in range(len(call.tensors)):
-            inputs, leaves, results = _differentiated(call)
-            _changed(inputs[i])
+        plain = _Forward(call, wanted)
+        wrong += [f"{call.name}: {name} is an attribute" for name in _kept(plain.results)]
+        expected = plain.gradients()
+        for i, name in enumerate(call.names):
+            other = _Forward(call, wanted)
+            _changed(other.inputs[i])
             try:
-                got = torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results], allow_unused=True)
+                got = other.gradients()
             except RuntimeError as error:
                 assert "modified by an inplace operation" in str(error), call.name
                 continue
-            for a, b in zip(got, expected, strict=True):
-                if (a is None) is not (b is None) or (a is not None and not torch.equal(a, b)):
-                    wrong.append(f"{call.name}: a change of {call.names[i]} goes unnoticed")
+            if not all(map(_same, got, expected)):
+                wrong.append(f"{call.name}: a change of {name} goes unnoticed")
     assert not wrong
 
 
