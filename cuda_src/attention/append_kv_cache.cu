@@ -2,9 +2,10 @@
 // quantised if the cache is 8-bit. Arithmetic is fp32 and each element is rounded once.
 //
 // One warp per token and head, two neighbouring elements per lane and step; grid: warps in x, keys and values in y.
-// Token l of sequence b goes to position lengths[b] + l, or to slots[b * length + l] (page * page size + offset;
-// negative: skip the token). Tokens that do not fit into the cache are skipped. Neighbours of a head are `step` elements
-// apart in the cache.
+// Token l of sequence b goes to place lengths[b] + l, or to slots[b * length + l] (page * page size + offset; negative:
+// skip the token). Tokens without a place in the cache are skipped, also those of a page that the cache does not have.
+// The rotation is that of positions[b * length + l], or of the place, at most the last row of angles. Neighbours of a
+// head are `step` elements apart in the cache.
 #include "attention/codes.cuh"
 #include "common/any_type.cuh"
 
@@ -47,9 +48,9 @@ struct AppendArguments {
     const i32 *lengths, *table, *slots, *positions;
     const void *cosines, *sines;
     const float *k_scale, *v_scale;
-    i64 tokens, length, heads, d_k, d_v, capacity, page_size, table_row, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    i64 tokens, length, heads, d_k, d_v, capacity, pages, page_size, table_row, k_batch, k_row, k_head, v_batch, v_row, v_head,
         k_cache_page, k_cache_row, k_cache_head, k_cache_step, v_cache_page, v_cache_row, v_cache_head, v_cache_step,
-        k_scale_head, v_scale_head, angles, angle_row, angle_type, interleaved;
+        k_scale_head, v_scale_head, angles, angle_row, angle_rows, angle_type, interleaved;
 };
 
 template <typename T, int CODES>
@@ -59,20 +60,17 @@ __global__ void __launch_bounds__(256) append_kv_cache(const __grid_constant__ A
     if (warp >= args.tokens * args.heads) return;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const i64 head = warp % args.heads, token = warp / args.heads, batch = token / args.length;
-    const i64 position = args.positions != nullptr ? args.positions[token]
-                         : args.lengths == nullptr ? 0
-                                                   : args.lengths[batch] + token % args.length;
-
-    i64 page = batch, place = position;
+    i64 page = batch, place = args.lengths == nullptr ? 0 : args.lengths[batch] + token % args.length;
+    const i64 position = args.positions == nullptr ? place : args.positions[token];
     if (args.slots != nullptr) {
         if (args.slots[token] < 0) return;
         page = args.slots[token] / args.page_size, place = args.slots[token] % args.page_size;
-        if (page >= args.capacity) return;  // pages of the cache
     } else {
-        if (position < 0 || position >= args.capacity) return;  // positions of a sequence
+        if (place < 0 || place >= args.capacity) return;  // places of a sequence
         if (args.table != nullptr)
-            page = args.table[batch * args.table_row + position / args.page_size], place = position % args.page_size;
+            page = args.table[batch * args.table_row + place / args.page_size], place = place % args.page_size;
     }
+    if (page < 0 || page >= args.pages) return;
     const T* const from = values
                               ? args.v + batch * args.v_batch + token % args.length * args.v_row + head * args.v_head
                               : args.k + batch * args.k_batch + token % args.length * args.k_row + head * args.k_head;
@@ -85,6 +83,7 @@ __global__ void __launch_bounds__(256) append_kv_cache(const __grid_constant__ A
         scale == nullptr ? 1.0f : 1.0f / scale[head * (values ? args.v_scale_head : args.k_scale_head)];
     const int width = static_cast<int>(values ? args.d_v : args.d_k);
     const int half = values || args.cosines == nullptr ? 0 : static_cast<int>(args.angles);  // pairs that are rotated
+    const i64 angles = min(max(position, static_cast<i64>(0)), args.angle_rows - 1) * args.angle_row;
 
     for (int d = 2 * lane; d < width; d += 2 * kWarp) {
         float x[2];
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(256) append_kv_cache(const __grid_constant__ A
             }
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const i64 at = position * args.angle_row + angle[c];
+                const i64 at = angles + angle[c];
                 const float cosine = load_any(args.cosines, static_cast<int>(args.angle_type), at);
                 const float sine = load_any(args.sines, static_cast<int>(args.angle_type), at);
                 x[c] = lower[c] ? x[c] * cosine - y[c] * sine : x[c] * cosine + y[c] * sine;

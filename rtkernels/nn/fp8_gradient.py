@@ -77,13 +77,15 @@ def glu_with_fp8_gradient(
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, index: MoeIndex, options: dict) -> Tensor:
-        ctx.index, ctx.options, ctx.like = index, options, (y.shape, y.new_empty(0))
+        ctx.save_for_backward(*index)
+        ctx.options, ctx.like = options, (y.shape, y.new_empty(0))
         return moe_unpermute(y, index)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         shape, like = ctx.like
-        return _carrying(without_memory(shape, like), moe_permute_fp8(dout, ctx.index, **ctx.options)), None, None
+        index = MoeIndex(*ctx.saved_tensors)
+        return _carrying(without_memory(shape, like), moe_permute_fp8(dout, index, **ctx.options)), None, None
 
 
 def unpermute_with_fp8_gradient(y: Tensor, index: MoeIndex, **options: Any) -> Tensor:

@@ -26,10 +26,10 @@ _DTYPES = (*HALVES, torch.float32)
 _KERNEL = Kernel(
     "attention/append_kv_cache.cu", "append_kv_cache", template="T CODES", max_registers=64, struct=True, tier="serve",
     args="k:ptr v:ptr k_cache:ptr v_cache:ptr lengths:ptr table:ptr slots:ptr positions:ptr cosines:ptr sines:ptr "
-    "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 page_size:i64 table_row:i64 "
-    "k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "
+    "k_scale:ptr v_scale:ptr tokens:i64 length:i64 heads:i64 d_k:i64 d_v:i64 capacity:i64 pages:i64 page_size:i64 "
+    "table_row:i64 k_batch:i64 k_row:i64 k_head:i64 v_batch:i64 v_row:i64 v_head:i64 k_cache_page:i64 k_cache_row:i64 "
     "k_cache_head:i64 k_cache_step:i64 v_cache_page:i64 v_cache_row:i64 v_cache_head:i64 v_cache_step:i64 "
-    "k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 angle_type:i64 interleaved:i64",
+    "k_scale_head:i64 v_scale_head:i64 angles:i64 angle_row:i64 angle_rows:i64 angle_type:i64 interleaved:i64",
     variants=[(t, codes) for t in ("bf16", "fp16", "fp32") for codes in (0, 1, 2)],
 )  # fmt: skip
 
@@ -96,9 +96,7 @@ def _check(
             raise ArgumentError("positions is None; expected them where slots and cos are given")
 
 
-def _capacity(k_cache: Meta, page_table: Meta | None, slots: Meta | None) -> int:
-    if slots is not None:
-        return k_cache.shape[0]
+def _capacity(k_cache: Any, page_table: Any) -> int:
     return k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1)
 
 
@@ -106,7 +104,7 @@ def _step(cache: Meta) -> int:
     return 1 if cache.shape[-1] == 1 else cache.stride[-1]
 
 
-def _plan(k, v, k_cache, v_cache, page_table, slots, cos, k_scale, v_scale, interleaved, device):
+def _plan(k, v, k_cache, v_cache, page_table, cos, k_scale, v_scale, interleaved, device):
     tokens, heads = k.shape[0] * k.shape[1], k.shape[2]
     if tokens * heads == 0:
         return Steps()
@@ -114,11 +112,11 @@ def _plan(k, v, k_cache, v_cache, page_table, slots, cos, k_scale, v_scale, inte
         (DTYPE_TOKEN[k.dtype], CODES.get(k_cache.dtype, 0)), device, (-(-tokens * heads // 8), 2), 256
     )
     numbers = (
-        *(tokens, k.shape[1], heads, k.shape[3], v.shape[3], _capacity(k_cache, page_table, slots), k_cache.shape[1]),
+        *(tokens, k.shape[1], heads, k.shape[3], v.shape[3], _capacity(k_cache, page_table), *k_cache.shape[:2]),
         *(page_table.shape[1] if page_table is not None else 0, *strides(k)[:3], *strides(v)[:3]),
         *(*strides(k_cache)[:3], _step(k_cache), *strides(v_cache)[:3], _step(v_cache)),
         *(int(meta is not None and meta.numel() > 1) for meta in (k_scale, v_scale)),
-        *((cos.shape[1], cos.shape[1], ANY_TYPE[DTYPE_TOKEN[cos.dtype]]) if cos is not None else (0, 0, 0)),
+        *((cos.shape[1], *reversed(cos.shape), ANY_TYPE[DTYPE_TOKEN[cos.dtype]]) if cos is not None else (0,) * 4),
         int(interleaved),
     )
     names = (
@@ -164,20 +162,20 @@ def _reference(
     batch, tokens = k.shape[:2]
     size = k_cache.shape[1]
     token = torch.arange(tokens, dtype=torch.int64, device=k.device).expand(batch, tokens)
-    position = (
-        positions.long() if positions is not None else token if lengths is None else token + lengths.long().view(-1, 1)
-    )
+    place = token if lengths is None else token + lengths.long().view(-1, 1)
+    position = place if positions is None else positions.long()
     if slots is not None:
-        page, place = slots.long().div(size, rounding_mode="floor"), slots.long() % size
-        fits = (slots >= 0) & (page < k_cache.shape[0])
+        page, place, fits = slots.long().div(size, rounding_mode="floor"), slots.long() % size, slots >= 0
     else:
-        capacity = size * (page_table.shape[1] if page_table is not None else 1)
-        fits = (position >= 0) & (position < capacity)
-        safe = position.clamp(0, max(capacity - 1, 0))
-        place = safe % size if page_table is not None else safe
+        capacity = _capacity(k_cache, page_table)
+        if not capacity:
+            return
+        fits = (place >= 0) & (place < capacity)
+        place = place.clamp(0, capacity - 1)
         page = torch.arange(batch, dtype=torch.int64, device=k.device).view(-1, 1).expand(batch, tokens)
         if page_table is not None:
-            page = page_table.long().gather(1, safe // size)
+            page, place = page_table.long().gather(1, place // size), place % size
+    fits = fits & (page >= 0) & (page < k_cache.shape[0])
     keys = k if cos is None else rotated(k, cos, sin, position, interleaved)
     page, place = page[fits], place[fits]
     k_cache[page, place] = _encoded(keys, k_cache, k_scale)[fits]
@@ -222,11 +220,13 @@ def append_kv_cache(
             of a head are not neighbours.
         v_cache: The same for v. Overwritten.
         seqlens: int32 [batch]: number of keys that each sequence already has; the new tokens follow them.
-        page_table: int32 [batch, pages]: the pages of each sequence.
+        page_table: int32 [batch, pages]: the pages of each sequence. Tokens of a page that the cache does not have are
+            skipped, as those of sequences that only pad a batch.
         slots: int32 [batch, tokens] instead of seqlens: ``page * page size + index in the page``; negative for tokens
             to skip. Each slot may be named once: which of two tokens for one slot is kept is undefined.
-        positions: int32 [batch, tokens]: positions for the rotation. Default: those that follow from seqlens.
+        positions: int32 [batch, tokens]: positions for the rotation alone. Default: those that follow from seqlens.
         cos: [positions, angles], any floating-point dtype: rotates the first ``2 * angles`` elements of each key.
+            Positions outside of it count as the nearest of its rows.
         sin: Like cos.
         interleaved: Pairs are neighbours, ``(0, 1), (2, 3)``; otherwise ``(i, i + angles)``.
         k_scale: float32 () or [heads], for an 8-bit cache: keys are the codes times this scale.

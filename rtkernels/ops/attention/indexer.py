@@ -118,9 +118,10 @@ def _reference(q, k, weights, key_scales, starts, ends, page_table):
     if page_table is None:
         rows, scales = k.unsqueeze(0), None if key_scales is None else key_scales.unsqueeze(0)
     else:
-        rows = k.view(torch.uint8)[page_table.long()].view(k.dtype) if k.dtype.itemsize == 1 else k[page_table.long()]
+        pages = page_table.long().clamp(0, max(k.shape[0] - 1, 0))  # those that are not read may be any numbers
+        rows = k.view(torch.uint8)[pages].view(k.dtype) if k.dtype.itemsize == 1 else k[pages]
         rows = rows.flatten(1, 2)
-        scales = None if key_scales is None else key_scales[page_table.long()].flatten(1, 2)
+        scales = None if key_scales is None else key_scales[pages].flatten(1, 2)
     scores = (q.to(dtype) @ rows.to(dtype).mT).relu()
     logits = (scores * weights.to(dtype).unsqueeze(-1)).sum(1)
     if scales is not None:

@@ -26,12 +26,13 @@ def gradients(
     limit = torch.full((tokens, 1), keys - 1, dtype=torch.int64, device=q.device)
     if positions is not None:
         limit = limit.minimum(positions.unsqueeze(1).long())
-    step = max(_ELEMENTS // max(count * width, 1), 1)
-    for first in range(0, tokens if keys else 0, step):
+    step, source = max(_ELEMENTS // max(count * width, 1), 1), kv if keys else kv.new_zeros(1, width)
+    for first in range(0, tokens, step):
         part = slice(first, first + step)
         counts = (indices[part] >= 0) & (indices[part] <= limit[part])
         ids = torch.where(counts, indices[part], -1)
-        rows = kv[ids.clamp(min=0).long()].float()
+        # The row that stands for no key may be of a page that nothing was written to, and 0 times NaN is NaN.
+        rows = source[ids.clamp(min=0).long()].float().masked_fill(~counts.unsqueeze(-1), 0.0)
         queries, values = q[part].float(), rows[..., :value_width]
         scores = scale * (queries @ rows.mT)
         finite = lse[part].clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)  # -inf where no key counts
@@ -45,7 +46,8 @@ def gradients(
         dq[part] = (dscores @ rows).to(q.dtype)
         drows = dscores.mT @ queries
         drows[..., :value_width] += weights.mT @ incoming
-        ADD(total, drows.flatten(0, 1), ids.flatten(), 0, NO_PADDING)
+        if keys:
+            ADD(total, drows.flatten(0, 1), ids.flatten(), 0, NO_PADDING)
         if sinks is not None:
             dsinks -= (torch.exp(sinks - finite.squeeze(-1)) * mean.squeeze(-1)).sum(0)
     return dq, total.to(kv.dtype), dsinks

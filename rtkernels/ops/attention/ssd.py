@@ -68,14 +68,18 @@ def _state_shape(q: Meta, v: Meta, cu: Meta | None) -> tuple[int, ...]:
     return (_count(q, cu), v.shape[-2], q.shape[-1], v.shape[-1])
 
 
+def _check_packed(cu: Meta | Tensor | None) -> None:
+    if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
+        raise ArgumentError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}; expected int32 [sequences + 1]")
+
+
 def _check(q, k, v, g, beta, skip, initial_state, cu_seqlens) -> None:
     cu, state = cu_seqlens, initial_state
     dims, order = (4, "[batch, length, heads, width]") if cu is None else (3, "[tokens, heads, width]")
     _check_operands(q, k, v, dims, order, MAX_KEY_WIDTH)
     for meta in (g, beta):
         check_same("dt", tuple(meta.shape), tuple(v.shape[:-1]), "shape", of="x without its width")
-    if cu is not None and (cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1):
-        raise ArgumentError(f"cu_seqlens is {cu.dtype} {tuple(cu.shape)}; expected int32 [sequences + 1]")
+    _check_packed(cu)
     if skip is not None:
         check_same("D", tuple(skip.shape), (v.shape[-2],), "shape", of="heads of x")
     check_grid("x", v, _count(q, cu))
@@ -184,6 +188,14 @@ BACKWARD = Operator(
 )  # fmt: skip
 
 
+def _without_unused(x: Tensor, cu: Tensor | None) -> Tensor:
+    """Return [.., heads] with 0 in rows behind the last packed sequence, whose result is 0 whatever they contain."""
+    if cu is None or x.dim() != 2:
+        return x
+    unused = torch.arange(x.shape[0], dtype=torch.int64, device=x.device) >= cu[-1]
+    return x.masked_fill(unused.unsqueeze(-1), 0.0)
+
+
 class _Ssd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, beta, skip, initial_state, cu_seqlens, wants_state):
@@ -205,11 +217,8 @@ class _Ssd(torch.autograd.Function):
             dout, dfinal_state if ctx.wants_state else None, q, k, v, g, beta, skip, state, cu, need[6]
         )
         dskip = None
-        if need[5]:  # rows behind the last packed sequence have a result of 0
-            products = row_dot(v, dout) if cu is None else row_dot(v, dout).masked_fill(
-                (torch.arange(v.shape[0], dtype=torch.int64, device=v.device) >= cu[-1]).unsqueeze(-1), 0.0
-            )  # fmt: skip
-            dskip = products.flatten(0, -2).sum(0)
+        if need[5]:
+            dskip = _without_unused(row_dot(v, dout), cu).flatten(0, -2).sum(0)
         grads = (dq, dk, dv, dg, dbeta, dskip, dstate)
         return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), None, None
 
@@ -282,7 +291,11 @@ def ssd(
     for name, t in (("A", A), ("D", D), ("dt_bias", dt_bias)):
         _check_factor(name, t, x.shape[-2])
     check_same("dt", tuple(dt.shape), tuple(x.shape[:-1]), "shape", of="x without its width")
-    time = reference.time_step(dt.float(), dt_bias, bool(dt_softplus), low, high)
+    steps = dt.float()
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dt, A, dt_bias)):
+        _check_packed(cu_seqlens)
+        steps = _without_unused(steps, cu_seqlens)  # sums over rows would multiply a NaN there by 0
+    time = reference.time_step(steps, dt_bias, bool(dt_softplus), low, high)
     decay, skip = A.float() * time, None if D is None else D.float()
     state = None if initial_state is None else initial_state.float().transpose(-1, -2)
     results, finals = [], []

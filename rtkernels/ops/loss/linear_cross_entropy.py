@@ -124,7 +124,8 @@ def linear_cross_entropy(
             may be sharded by rows, and weight and bias by the vocabulary; results are DTensors.
         labels: ``[...]``, int32 or int64; a label outside the vocabulary is reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
-        ignore_index: As in ``cross_entropy``.
+        ignore_index: As in ``cross_entropy``; but products read all of hidden, so NaN in an ignored row is NaN in the
+            gradient of weight, as with a linear layer of torch.
         label_smoothing: As in ``cross_entropy``.
         z_loss: As in ``cross_entropy``.
         softcap: As in ``cross_entropy``.

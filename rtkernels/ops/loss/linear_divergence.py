@@ -107,7 +107,8 @@ def linear_divergence(
             temperature. Entries of -inf do not count, whatever their id is; a row without others gives 0.
         tail: With `teacher_ids`: add a class for all other tokens. Otherwise the K probabilities of both are divided by
             their sums.
-        labels: ``[...]``, int32 or int64: rows whose label is `ignore_index` give 0 and have no gradient.
+        labels: ``[...]``, int32 or int64: rows whose label is `ignore_index` give 0 and have no gradient
+            (but NaN in student_hidden there is NaN in the gradient of student_weight).
         ignore_index: See `labels`.
         save: What the forward pass keeps for the backward pass. ``"gradients"``: the gradients of the student's logits
             in the dtype of its hidden states or, for a frozen head (neither weight nor bias requires a gradient), those

@@ -199,7 +199,7 @@ def linear_logprob(
             reported as in ``cross_entropy``.
         bias: ``[vocabulary]``, or None.
         ignore_index: An id with this value gives 0 and has no gradient. If all ids of a row have it, so do the other
-            results of the row.
+            results of the row. NaN in hidden there is NaN in the gradient of weight, as with a linear layer of torch.
         logit_scale: Factor of the logits.
         softcap: Limit of the scaled logits, or None.
         temperature: A positive number, or float32 ``[...]`` with one for each row. It has no gradient.

@@ -56,14 +56,15 @@ def _step(x: Tensor, v: Tensor, factor: Tensor | None, alpha: float) -> Tensor:
 class _Euler(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, v, factor, alpha):
-        ctx.factor, ctx.alpha, ctx.dtype = factor, alpha, v.dtype
-        ctx.computed_gradient = False
+        ctx.save_for_backward(factor)
+        ctx.alpha, ctx.dtype = alpha, v.dtype
         return _step(x, v, factor, alpha)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        dv = _scaled(dy, ctx.factor, ctx.alpha, ctx.dtype) if ctx.needs_input_grad[1] else None
+        (factor,) = ctx.saved_tensors
+        dv = _scaled(dy, factor, ctx.alpha, ctx.dtype) if ctx.needs_input_grad[1] else None
         return dy, dv, None, None
 
 
@@ -104,14 +105,14 @@ def _guided(r, v_cond, v_uncond, factor, alpha):
 class _Guided(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, v_cond, v_uncond, factor, alpha):
-        ctx.factor, ctx.alpha, ctx.dtypes = factor, alpha, (v_cond.dtype, v_uncond.dtype)
-        ctx.computed_gradient = False
+        ctx.save_for_backward(factor)
+        ctx.alpha, ctx.dtypes = alpha, (v_cond.dtype, v_uncond.dtype)
         return _guided(r, v_cond, v_uncond, factor, alpha)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        wanted, factor, alpha = ctx.needs_input_grad, ctx.factor, ctx.alpha
+        wanted, (factor,), alpha = ctx.needs_input_grad, ctx.saved_tensors, ctx.alpha
         dcond = _scaled(dy, factor, alpha, ctx.dtypes[0]) if wanted[1] else None
         duncond = None
         if wanted[2]:

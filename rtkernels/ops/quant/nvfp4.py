@@ -34,6 +34,7 @@ def quantize_nvfp4(
     With ``v = x * channel_scale`` in fp32: ``scale = e4m3(amax / (6 g))`` for each 16 columns, and the codes are
     ``v / (g scale)`` rounded to nearest. A block whose scale is 0 has codes 0. NaN and infinities are ignored for
     scales and become the largest code of their sign. ``scaled_mm`` takes the results directly (recipe "nvfp4").
+    Not differentiable: the results never require grad.
 
     Args:
         x: ``[..., k]``, bfloat16, float16 or float32, k a multiple of 2 (of 16 for products). Any strides (copied
@@ -148,6 +149,8 @@ def quantize_mxfp8(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantise to MXFP8: fp8 codes with one power-of-two scale per 32 codes.
 
+    Not differentiable: the results never require grad.
+
     Args:
         x: ``[..., k]``, bfloat16, float16 or float32 (k a multiple of 32 for products). Any strides, as for
             :func:`quantize_nvfp4`.
@@ -171,7 +174,7 @@ def quantize_mxfp4(
 ) -> tuple[Tensor, Tensor]:
     """Quantise to MXFP4: e2m1 codes, two in a byte, with one power-of-two scale per 32 codes.
 
-    Ties are rounded to even codes.
+    Ties are rounded to even codes. Not differentiable: the results never require grad.
 
     Args:
         x: ``[..., k]``, k a multiple of 2, as for :func:`quantize_mxfp8`.

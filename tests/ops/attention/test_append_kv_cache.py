@@ -93,6 +93,33 @@ def test_tokens_arrive(name: str, place: str) -> None:
         assert ((got - expected).abs() <= limit).all()
 
 
+@at("cpu", "sm_80", "cuda")
+def test_positions_are_those_of_the_rotation_alone(place: str) -> None:
+    k, v = random(2, 3, 2, 16).to(BF16), random(2, 3, 2, 16, seed=1).to(BF16)
+    angles, positions = random(12, 4, seed=4), integers((9, 0, 4), (11, 30, -2))  # the last two: not in the table
+    cos, sin = angles.cos(), angles.sin()
+    with running_on(place) as device:
+        caches = [torch.zeros(2, 8, 2, 16, dtype=BF16, device=device) for _ in range(2)]
+        rest = {"seqlens": integers(1, 4), "positions": positions, "cos": cos, "sin": sin}
+        append_kv_cache(k.to(device), v.to(device), *caches, **{n: t.to(device) for n, t in rest.items()})
+    keys, values = (torch.zeros(2, 8, 2, 16, dtype=torch.float64) for _ in range(2))
+    turned = rotated(k, cos, sin, positions.long().clamp(0, 11), False)
+    for b, first in enumerate((1, 4)):
+        keys[b, first : first + 3], values[b, first : first + 3] = turned[b], v[b].double()
+    assert (caches[0].cpu().double() - keys).abs().max() <= 2.0**-7 and torch.equal(caches[1].cpu().double(), values)
+
+
+@at("cpu", "sm_80", "cuda")
+@pytest.mark.parametrize("page", (-1, 4, 2**31 - 1))
+def test_pages_that_the_cache_does_not_have(page: int, place: str) -> None:
+    with running_on(place) as device:
+        memory = torch.zeros(2, 6, 16, 2, 16, dtype=BF16, device=device)  # pages of others before and behind
+        table, ones = integers([1, page], [page, page]).to(device), torch.ones(2, 3, 2, 16, dtype=BF16, device=device)
+        append_kv_cache(ones, ones, memory[0, 1:5], memory[1, 1:5], integers(15, 3).to(device), page_table=table)
+        written = memory.flatten(3).any(3).nonzero().tolist()
+    assert written == [[0, 2, 15], [1, 2, 15]]
+
+
 def emulated_coverage() -> None:
     """Run every kernel in the emulator."""
     with emulate("sm_90"):

@@ -95,6 +95,21 @@ def test_pages(dtype: torch.dtype, place: str) -> None:
         assert bool((got[t, end:] == -torch.inf).all())
 
 
+@at("cpu", "sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("dtype", (BF16, E4M3))
+def test_entries_behind_the_last_page_may_be_any_numbers(dtype: torch.dtype, place: str) -> None:
+    q, k, weights = random(4, 2, 32).to(dtype), random(9, 16, 32, seed=1).to(dtype), random(4, 2, seed=2)
+    table, ends = torch.tensor([[3, 1, 8, 5]], dtype=torch.int32).repeat(4, 1), torch.tensor([0, 5, 16, 40]).int()
+    used = torch.arange(4) < torch.tensor([[0], [1], [1], [3]])
+    with running_on(place) as device:
+        q, k, weights, ends = (t.to(device) for t in (q, k, weights, ends))
+        tables = [table.where(used, torch.full_like(table, other)).to(device) for other in (0, -1, 9, 2**31 - 1)]
+        logits = [indexer_logits(q, k, weights, ends=ends, page_table=t) for t in tables]
+        chosen = [indexer_topk(q, k, weights, 6, ends=ends, page_table=t) for t in tables]
+    for results in (logits, chosen):
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
 def best(logits: Tensor, count: int) -> Tensor:
     rows = []
     for row in logits.tolist():

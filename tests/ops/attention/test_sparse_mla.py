@@ -194,6 +194,32 @@ def test_gradients_of_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         assert_near(a, b.double(), 2.0**-7)
 
 
+@pytest.mark.parametrize("sink", (False, True))
+def test_gradients_do_not_see_keys_that_nobody_chose(sink: bool) -> None:
+    indices = choice(5, 7, 9) + 1  # never 0, which also stands for no key
+    indices[:, 5:], indices[2] = -1, -1
+    dout, dlse = random(5, 3, 32, seed=3).to(BF16), random(5, 3, seed=4)
+
+    def gradients(unused: float) -> tuple[Tensor, ...]:
+        kv = random(11, 64, seed=1).to(BF16)
+        kv[0] = unused
+        leaves = [random(5, 3, 64).to(BF16).requires_grad_(), kv.requires_grad_()]
+        leaves += [random(3, seed=2).requires_grad_()] if sink else []
+        results = sparse_mla(*leaves[:2], indices.int(), value_width=32, sinks=(*leaves, None)[2], return_lse=True)
+        return torch.autograd.grad(results, leaves, (dout, dlse))
+
+    for a, b in zip(gradients(torch.nan), gradients(0.0), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_without_any_key() -> None:
+    q, kv, sinks = random(5, 3, 64).to(BF16), random(0, 64).to(BF16), random(3).requires_grad_()
+    indices = torch.full((5, 2), -1, dtype=torch.int32)
+    _, lse = sparse_mla(q, kv, indices, value_width=32, sinks=sinks, return_lse=True)
+    lse.sum().backward()
+    assert torch.equal(sinks.grad, torch.full((3,), 5.0))
+
+
 def test_gradients_that_are_refused() -> None:
     codes, indices = torch.zeros(5, 656, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int32)
     q = torch.ones(2, 3, 576).bfloat16().requires_grad_()

@@ -123,6 +123,27 @@ def test_packed_sequences(place: str) -> None:
     check(inputs(80, 1, 2, 16, 16, 4, BF16), [0, 1, 1, 67, 77], place)
 
 
+@at("cpu", "sm_80", "cuda")
+def test_rows_of_no_sequence_may_be_nan(place: str) -> None:
+    used, ends, sums = 19, torch.tensor([0, 5, 5, 19], dtype=torch.int32), (2, 5, 6, 7)
+    with running_on(place) as device:
+
+        def gradients(rest: float) -> tuple[Tensor, ...]:
+            tensors = inputs(24, 1, 2, 16, 16, 3, BF16)
+            for i in (0, 1, 3, 4):  # x, dt, B, C
+                tensors[i][used:] = rest
+            leaves = [t.to(device).requires_grad_() for t in tensors]
+            x, dt, a, b, c, d, bias, states = leaves
+            options = {"D": d, "dt_bias": bias, "dt_softplus": True, "cu_seqlens": ends.to(device)}
+            out = ssd(x, dt, a, b, c, initial_state=states, **options)
+            return torch.autograd.grad(out, leaves, random(*out.shape, seed=9, dtype=BF16).to(device))
+
+        got, expected = gradients(torch.nan), gradients(0.0)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(a, b), NAMES[2 + i]
+        assert i in sums or not a[used:].any()
+
+
 @at("cpu", "sm_80", "sm_90", "cuda")
 @pytest.mark.parametrize("rate", (0.0, 1e-6, 60.0))
 def test_decays(rate: float, place: str) -> None:
