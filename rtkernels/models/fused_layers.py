@@ -354,7 +354,7 @@ def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
     own = original.forward
 
     def forward(self, x):
-        if has_watched_child(self, _PROJECTIONS):
+        if x.dtype not in _FLOATS or has_watched_child(self, _PROJECTIONS):
             return own(self, x)
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:

@@ -48,8 +48,8 @@ class LazyLogits(Lazy):
         self.hidden, self.head, self.steps = hidden, head, steps
         self._result: Tensor | None = None
         self.autocast = _autocast(hidden.device)  # of the call, not of the code that reads the logits
-        weight = head.weight
-        self.trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        trained = any(p is not None and p.requires_grad for p in head._parameters.values())
+        self.trains = torch.is_grad_enabled() and (hidden.requires_grad or trained)
 
     @property
     def shape(self) -> torch.Size:

@@ -274,7 +274,12 @@ def _activation(original: type[nn.Module], act: str) -> Forward:
 
 
 def _is_cast(x: Any, down: nn.Module | None) -> bool:
-    """Return True if a 16-bit model keeps the last projection in fp32, as T5 does, and converts what it reads."""
+    """Return True if a 16-bit model keeps the last projection in fp32, as T5 does, and converts what it reads.
+
+    Also for a parametrization, which may compute another weight at every look.
+    """
+    if down is not None and "parametrizations" in down._modules:
+        return True
     weight = getattr(down, "weight", None)
     both = isinstance(x, Tensor) and isinstance(weight, Tensor)
     return both and weight.dtype == torch.float32 and x.dtype != torch.float32 and not autocasts(x)
