@@ -15,7 +15,7 @@ import rtkernels
 from rtkernels.models import replace
 from rtkernels.models.experts import _grouped, _token_blocks
 from rtkernels.models.fused_layers import form_of
-from rtkernels.models.merged import is_watched
+from rtkernels.models.merged import has_watched_child, is_watched
 from rtkernels.models.probe import NotRecognized, Recognized, check_plain
 from rtkernels.models.recognize import activations
 from rtkernels.models.reuse import glu
@@ -59,7 +59,7 @@ def _layer(original: type[nn.Module], act: str) -> Callable[..., Any]:
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         experts, x = self.experts, hidden_states.reshape(-1, self.hidden_dim)
-        if x.dtype != experts.gate_up_proj.dtype or is_watched(experts):
+        if x.dtype != experts.gate_up_proj.dtype or is_watched(experts) or has_watched_child(experts):
             return own(self, hidden_states)
         scores, logits = self.router(x)
         chosen = logits.topk(self.top_k, dim=1).indices  # as in the router

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rtkernels.models import replace, router
-from rtkernels.models.merged import is_watched
+from rtkernels.models.merged import has_watched_child, is_watched
 from rtkernels.models.probe import NotRecognized, Recognized, twin_of
 from rtkernels.ops.gemm import decode_linear, step_experts
 from rtkernels.runtime.operator.kinds import meta_of
@@ -49,7 +49,7 @@ def unsupported(mlp: nn.Module, x: Tensor) -> str | None:
     gate, experts = (mlp._modules[name] for name in names)
     if (routing := _routing(gate)) is None:
         return _OTHER
-    if any(is_watched(module) for module in (mlp, gate, experts)):
+    if any(is_watched(module) for module in (mlp, gate, experts)) or has_watched_child(experts):
         return "its MLP has hooks"
     how, numbers = dict(replace.replaced(experts).options), dict(routing.options)["numbers"]
     if how["bias"] or how["transposed"] or not how["concatenated"]:

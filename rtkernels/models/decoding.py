@@ -23,7 +23,7 @@ import rtkernels
 from rtkernels.models import attention as attentions
 from rtkernels.models import decode_experts, quantized_linears, replace, served
 from rtkernels.models.lazy import as_tensors
-from rtkernels.models.merged import adjacent, is_plain, is_watched
+from rtkernels.models.merged import adjacent, has_watched_child, is_plain, is_watched
 from rtkernels.models.probe import Recognized, positional
 from rtkernels.nn.quantized_linear import QuantizedLinear
 from rtkernels.ops.attention import step_attention
@@ -249,7 +249,8 @@ def _check_norm(norm: nn.Module, x: Tensor) -> None:
     kind = replace.replaced(norm)
     if kind is None or kind.kind not in _NORMS or is_watched(norm):
         raise _Unsupported("a norm was not replaced, or has hooks")
-    if getattr(norm, "weight", None) is None or norm.weight.dtype != x.dtype:
+    unweighted = not dict(kind.options).get("weighted", True)
+    if unweighted or getattr(norm, "weight", None) is None or norm.weight.dtype != x.dtype:
         raise _Unsupported("a norm has no weight, or one of another dtype")
 
 
@@ -325,7 +326,7 @@ def _why_not_fused(mlp: nn.Module, kind: Recognized | None, norm: nn.Module, x: 
     if kind is None or kind.kind != "fused_mlp":
         return "its MLP is not one with gate_proj, up_proj and down_proj"
     try:
-        if is_watched(mlp) or is_watched(mlp.down_proj):
+        if is_watched(mlp) or is_watched(mlp.down_proj) or has_watched_child(mlp, (*_GATE_UP, "down_proj")):
             raise _Unsupported("its MLP has hooks")
         _check_norm(norm, x)
         for linears in ((mlp.down_proj,), [mlp._modules[name] for name in _GATE_UP]):

@@ -29,9 +29,9 @@ from rtkernels.models.fp8_linear import (
 from rtkernels.models.fp8_mlp import Saving, gated_mlp, gated_mlp_alone
 from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy_norm import LazyNorm
-from rtkernels.models.merged import is_plain, is_watched
+from rtkernels.models.merged import has_watched_child, is_plain, is_watched
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
-from rtkernels.models.reuse import glu_gradient, is_private, may_hand_on, norm_and_input, stand_in
+from rtkernels.models.reuse import glu_gradient, is_held, is_private, may_hand_on, norm_and_input, stand_in
 from rtkernels.nn.fp8_experts import E4M3, experts, group_ends, weight_codes
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
@@ -97,7 +97,7 @@ def _fp8_norm(original: type[nn.Module], eps: str, offset: float) -> Callable[..
         fits = isinstance(hidden_states, Tensor) and hidden_states.dtype in (torch.bfloat16, torch.float16)
         fits = fits and not is_sharded(hidden_states)
         # Hooks of the readers (tensor parallelism, user hooks) need tensors.
-        fits = fits and not any(m._forward_pre_hooks or m._forward_hooks for m in self.__dict__.get(READERS, ()))
+        fits = fits and not any(is_watched(m) for m in self.__dict__.get(READERS, ()))
         weight = norm_weight(self)
         alike = weight is None or weight.dtype == getattr(hidden_states, "dtype", None)
         if not fits or not alike or is_dynamo_compiling() or autocasts(hidden_states):
@@ -165,7 +165,7 @@ def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) 
 
 def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, recipe: Recipe) -> Tensor | None:
     """Return the result of a gated MLP computed as one autograd node; None if that is not possible."""
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or is_held():
         return None
     gate, up, down = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
     shape = getattr(x, "shape", ())
@@ -198,7 +198,12 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
 
 
 def _fp8_mlp(original: type[nn.Module], act: str, recipe: Recipe, separate: bool) -> Callable[..., Any]:
+    own, called = original.forward, (*(("gate_proj", "up_proj") if separate else ("gate_up_proj",)), "down_proj")
+
     def forward(self, x, residual=None):
+        if has_watched_child(self, called):
+            y = own(self, x)
+            return y if residual is None else residual + y
         if residual is not None:
             whole = _as_one_step(self, x, residual, act, recipe) if separate else None
             return residual + forward(self, x) if whole is None else whole
@@ -230,7 +235,8 @@ def _fp8_experts(original: type[nn.Module], act: str) -> Callable[..., Any]:
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         x, weights = hidden_states, [self._parameters[name] for name in _EXPERT_WEIGHTS]
-        if x.dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or weights[0].dtype != x.dtype:
+        fits = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 2 and weights[0].dtype == x.dtype
+        if not fits or has_watched_child(self):
             return own(self, hidden_states, top_k_index, top_k_weights)
         rows = max(moe_rows(top_k_index.numel(), 1, self.num_experts, BLOCK), BLOCK)
         index = moe_index(top_k_index, self.num_experts, multiple_of=BLOCK, rows=rows)
@@ -280,7 +286,8 @@ def replace_norms(layer: nn.Module, kind_of_readers: str = "fp8_norm") -> None:
     """Let the norms of a decoder layer write codes for their readers; "served_norm" if those are serving layers."""
     for name, reader in _READERS.items():
         norm, kind = getattr(layer, name, None), replace.replaced(getattr(layer, name, layer))
-        if kind is None or kind.kind != "rms_norm" or not hasattr(layer, reader):
+        weighted = kind is not None and dict(kind.options).get("weighted", True)
+        if not weighted or kind.kind != "rms_norm" or not hasattr(layer, reader):
             continue
         reads = _is_served if kind_of_readers == "served_norm" else _is_fp8
         readers = Readers(child for child in getattr(layer, reader).children() if reads(child))

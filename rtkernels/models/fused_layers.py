@@ -22,7 +22,14 @@ import rtkernels
 from rtkernels.models import decoding, fused_mla, quantized_linears, replace, reuse, served
 from rtkernels.models import fp8 as quantized
 from rtkernels.models.lazy import as_tensors
-from rtkernels.models.merged import make_adjacent, merged, normed_heads, rotated_heads
+from rtkernels.models.merged import (
+    has_watched_child,
+    is_watched,
+    make_adjacent,
+    merged,
+    normed_heads,
+    rotated_heads,
+)
 from rtkernels.models.recognize import NotRecognized, Recognized
 from rtkernels.models.rope_view import is_attention, viewed
 from rtkernels.models.rotations import rope_tables
@@ -32,6 +39,8 @@ Forward = Callable[..., Any]
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("rms_norm", "fp8_norm", "served_norm")
 _GATE_UP = ("gate_proj", "up_proj")
+_PROJECTIONS = (*_GATE_UP, "down_proj")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Since 5.23, transformers wraps the forward of every subclass of its layers in checkpointing, including ours.
 _CHECKPOINTING = "transformers.modeling_layers"
 
@@ -109,12 +118,17 @@ def _layer_kind(module: nn.Module) -> Recognized:
     return Recognized("fused_layer", (("order", order), ("branch", branch)))
 
 
+def _is_fused(norm: nn.Module) -> bool:
+    """Return True if a norm adds the residual itself; hooks of a norm see what its module would be called with."""
+    kind = replace.replaced(norm)
+    return kind is not None and kind.kind in _NORMS and not is_watched(norm)
+
+
 def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
     scaled, normed_branch = branch == "scaled", branch == "normed"
 
     def first(self, hidden_states):
-        kind = replace.replaced(self.input_layernorm)
-        if kind is not None and kind.kind in _NORMS:
+        if _is_fused(self.input_layernorm):
             return self.input_layernorm(hidden_states, with_input=True)
         return self.input_layernorm(hidden_states), hidden_states
 
@@ -124,7 +138,7 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
         norm = self.post_attention_layernorm
         if normed_branch:
             mixed, norm = as_tensors(norm(mixed)), self.pre_feedforward_layernorm
-        if residual.dtype == mixed.dtype:
+        if residual.dtype == mixed.dtype and _is_fused(norm):
             hidden_states, residual = norm(mixed, residual=residual)
         else:
             residual = residual + mixed
@@ -132,7 +146,8 @@ def _layer(original: type[nn.Module], order: str, branch: str) -> Forward:
         kind = replace.replaced(self.mlp)
         if normed_branch:
             return residual + as_tensors(self.post_feedforward_layernorm(self.mlp(hidden_states)))
-        if not scaled and kind is not None and kind.kind == "fp8_mlp" and residual.dtype == hidden_states.dtype:
+        adds = not scaled and kind is not None and kind.kind == "fp8_mlp" and not is_watched(self.mlp)
+        if adds and residual.dtype == hidden_states.dtype:
             return self.mlp(hidden_states, residual=residual)
         hidden_states = self.mlp(hidden_states)
         hidden_states = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
@@ -263,14 +278,23 @@ def _heads_in_step(
 def _is_rotated_here(
     self: nn.Module, x: Any, tables: Any, form: tuple[str, ...], norm: tuple[str, float] | None
 ) -> bool:
-    """Return True if our op computes the rotation of a call, and its norms have no hooks."""
+    """Return True if our op computes the rotation of a call, and its norms have not changed and have no hooks."""
     cos, size = tables[0], self.head_dim
     rotary = cos.shape[-1] * (2 if form[0] == "half tables" else 1)
-    if len(x.shape) != 3 or cos.dim() != 3 or cos.dtype not in (x.dtype, torch.float32):
+    if len(x.shape) != 3 or x.dtype not in _FLOATS or cos.dim() != 3 or cos.dtype not in (x.dtype, torch.float32):
         return False
     if rotary != size and not ("partial" in form and rotary < size):
         return False
-    return norm is None or not (self.q_norm._forward_hooks or self.k_norm._forward_hooks)
+    return norm is None or _has_norms(self, norm)
+
+
+def _has_norms(self: nn.Module, norm: tuple[str, float]) -> bool:
+    """Return True if the norms of q and k are those that an attention was fused with, and nobody observes them."""
+    expected = Recognized("rms_norm", (("eps", norm[0]), ("offset", norm[1])))
+    for child in (self.q_norm, self.k_norm):
+        if replace.replaced(child) != expected or is_watched(child):
+            return False
+    return getattr(self.q_norm, norm[0]) == getattr(self.k_norm, norm[0])
 
 
 def _rotated(
@@ -327,7 +351,11 @@ def _attention(
 
 
 def _mlp(original: type[nn.Module], act: str, separate: bool) -> Forward:
+    own = original.forward
+
     def forward(self, x):
+        if x.dtype not in _FLOATS or has_watched_child(self, _PROJECTIONS):
+            return own(self, x)
         both = _product(x, (self.gate_proj, self.up_proj))
         if both is None:
             return self.down_proj(rtkernels.glu(self.gate_proj(x), self.up_proj(x), act=act))

@@ -7,13 +7,16 @@ computed tensor through ``__torch_function__``.
 from __future__ import annotations
 
 import operator
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx
 
+from rtkernels.errors import RtkError
 from rtkernels.runtime.operator.autograd import top_saved_tensors_hooks
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -35,21 +38,57 @@ def is_good(result: Any, place: Any) -> bool:
     return result is not None and (now is None or now == place)
 
 
+_APPLY = Function.apply.__func__.__code__
+
+
+def is_inside_of_function() -> bool:
+    """Return True inside the forward of an autograd Function; a Function that calls modules is a checkpoint.
+
+    Other code that reads without gradients, such as a metric or the indexer of a sparse attention, needs no gradient.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _APPLY:
+            return True
+        if code.co_name == "forward" and code.co_argcount:
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, FunctionCtx):
+                return True
+        frame = frame.f_back
+    return False
+
+
 class Lazy(ABC):
     """Stands for ``tensor()``, which is cached in ``_result`` as long as the autograd context is the same."""
 
     _result: Tensor | None = None
     _place: Any = None
+    trains = False  # whether the tensor has a gradient where it stands for it
+    _lost = (
+        "a result of a patched model that needs a gradient is read inside of the forward of an autograd Function, "
+        "which takes it for an object without a gradient. Give the Function a tensor: outputs.logits[:]"
+    )
 
     @abstractmethod
     def _make(self) -> Tensor:
         """Compute and return the tensor."""
 
     def tensor(self) -> Tensor:
-        """Return the tensor; computed at the first call."""
+        """Return the tensor; computed at the first call.
+
+        Raises:
+            RtkError: Its gradient would be lost.
+        """
+        self.check_gradient()
         if not is_good(self._result, self._place):
             self._result, self._place = self._make(), place_in_graph()
         return self._result
+
+    def check_gradient(self) -> None:
+        """Raise an RtkError if values are read where autograd would not see it."""
+        if self.trains and not torch.is_grad_enabled() and not is_dynamo_compiling() and is_inside_of_function():
+            raise RtkError(self._lost)
 
     @property
     @abstractmethod

@@ -7,6 +7,8 @@ computes the logits once and continues with a tensor.
 
 from __future__ import annotations
 
+import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +24,32 @@ class Shaping(NamedTuple):
     softcap: float | None
 
 
+_CAST = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of products under autocast on a device, None without autocast."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _with_autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which products have the dtype of :func:`_autocast`."""
+    if dtype == _autocast(device):
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
 class LazyLogits(Lazy):
     """The logits of hidden states ``[..., hidden size]`` under a head, with recorded operations applied."""
 
     def __init__(self, hidden: Tensor, head: nn.Module, steps: tuple[tuple[str, Any], ...] = ()) -> None:
         self.hidden, self.head, self.steps = hidden, head, steps
         self._result: Tensor | None = None
+        self.autocast = _autocast(hidden.device)  # of the call, not of the code that reads the logits
+        trained = any(p is not None and p.requires_grad for p in head._parameters.values())
+        self.trains = torch.is_grad_enabled() and (hidden.requires_grad or trained)
 
     @property
     def shape(self) -> torch.Size:
@@ -37,7 +59,9 @@ class LazyLogits(Lazy):
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
         converted = [value for name, value in self.steps if name == "to"]
-        return converted[-1] if converted else self.hidden.dtype
+        if converted:
+            return converted[-1]
+        return self.autocast if self.autocast is not None and self.hidden.dtype in _CAST else self.hidden.dtype
 
     @property
     def device(self) -> torch.device:
@@ -46,7 +70,9 @@ class LazyLogits(Lazy):
     def _then(self, name: str, value: Any = None) -> Any:
         if self._result is not None:
             return _applied(self.tensor(), name, value)
-        return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)))
+        result = copy.copy(self)
+        result.steps = (*self.steps, (name, value))
+        return result
 
     def __mul__(self, other: Any) -> Any:
         return self._then("times", float(other)) if isinstance(other, (int, float)) else self.tensor() * other
@@ -69,7 +95,8 @@ class LazyLogits(Lazy):
         return self.tensor().to(*args, **kwargs)
 
     def _make(self) -> Tensor:
-        logits = self.head(self.hidden, materialize=True)
+        with _with_autocast(self.autocast, self.device):
+            logits = self.head(self.hidden, materialize=True)
         for name, value in self.steps:
             logits = _applied(logits, name, value)
         return logits

@@ -7,15 +7,12 @@ lazy norm does not leave its decoder layer.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 import rtkernels
-from rtkernels.errors import RtkError
 from rtkernels.models.fp8_mlp import Norm
 from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy import Lazy, is_good, place_in_graph
@@ -30,22 +27,6 @@ _plain, _of_sum = norm_fp8.FORWARD.at_site(), norm_fp8.FORWARD.at_site()
 def _quantized(site: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float) -> Any:
     """Return codes by rows and transposed codes of a norm with scales, its statistics and, last, the sum."""
     return site(x, weight, None, residual, None, None, eps, offset, "both", False, "column", False, False)
-
-
-def _inside_of_function() -> bool:
-    """Return True inside the forward of an autograd Function; a Function that calls modules is a checkpoint.
-
-    Other code that reads without gradients, such as the indexer of a sparse attention, needs no gradient.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, FunctionCtx):
-                return True
-        frame = frame.f_back
-    return False
 
 
 class _CodesOfSum(torch.autograd.Function):
@@ -78,6 +59,11 @@ class LazyNorm(Lazy):
 
     With `stands_for`, the gradient of the codes goes to that tensor, and x gets it from there.
     """
+
+    _lost = (
+        "a projection without gradients reads an fp8 norm that has them: re-entrant checkpointing of a part "
+        "of a decoder layer cannot pass them on. Checkpoint whole layers, or with use_reentrant=False"
+    )
 
     def __init__(
         self, x: Tensor, weight: Tensor | None, eps: float, offset: float, residual: Tensor | None = None,
@@ -116,11 +102,7 @@ class LazyNorm(Lazy):
         Raises:
             RtkError: The gradient of x would be lost.
         """
-        if self.trains and not torch.is_grad_enabled() and _inside_of_function():
-            raise RtkError(
-                "a projection without gradients reads an fp8 norm that has them: re-entrant checkpointing of a part "
-                "of a decoder layer cannot pass them on. Checkpoint whole layers, or with use_reentrant=False"
-            )
+        self.check_gradient()
         if not is_good(self._codes, self._codes_place):
             if self._stands_for is not None:
                 x, weight = self.x.detach(), self.weight.detach()

@@ -27,6 +27,7 @@ from rtkernels.models import replace, trl_forward
 from rtkernels.models.decoding import head as decoded_head
 from rtkernels.models.lazy_logits import LazyLogits
 from rtkernels.models.probe import NotRecognized, Raised, Recognized, probing
+from rtkernels.runtime.layout import FLOAT_DTYPES
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 _KIND = Recognized("head", ())
@@ -107,6 +108,8 @@ class CausalLMLoss:
 
         def loss(module: nn.Module, hidden: Tensor) -> Tensor | None:
             if isinstance(module.weight, DTensor) or isinstance(hidden, DTensor) or hidden.dtype != module.weight.dtype:
+                return None
+            if hidden.dtype not in FLOAT_DTYPES:
                 return None
             scaled = hidden if shaping.scale == 1.0 else hidden * shaping.scale
             return rtkernels.linear_cross_entropy(

@@ -7,6 +7,7 @@ gradient is always one product.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,13 +24,14 @@ from rtkernels.ops.shared.block_sum import BLOCK_ROWS, add_rows_, weight_gradien
 from rtkernels.runtime.invariance import starts_from_result
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.main_grad import start_of
-from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling
+from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, storage_uses
 
 
 def make_adjacent(linears: Sequence[nn.Module]) -> None:
     """Move the weights of linear layers into one block of memory if each has its own storage, and so their biases.
 
-    Values do not change.
+    Values do not change. Weights whose memory something else holds (another parameter, a process that shares it) stay
+    where they are: after a move, that would keep the old values.
     """
     if not all(getattr(type(m), "_rtkernels_original", type(m)) is nn.Linear for m in linears):  # other libraries
         return
@@ -47,11 +49,22 @@ def _put_together(parameters: Sequence[Tensor]) -> None:
             return
         if p.untyped_storage().nbytes() != p.numel() * p.element_size():  # a part of a flat parameter
             return
+        if (p.device.type == "cpu" and p.is_shared()) or _is_held(p):
+            return
     block = torch.cat([p.detach() for p in parameters])
     start = 0
     for p in parameters:
         p.data = block[start : start + p.shape[0]]
         start += p.shape[0]
+
+
+def _is_held(p: Tensor) -> bool:
+    """Return True if another tensor has the memory of a parameter."""
+
+    def held() -> bool:
+        return storage_uses(p.untyped_storage()._cdata) > 2  # by the parameter and by the storage asked for here
+
+    return held() and (gc.collect() < 0 or held())  # what loaded the weights may have left tensors in cycles
 
 
 def adjacent(weights: Sequence[Tensor]) -> Tensor | None:
@@ -165,11 +178,20 @@ def is_watched(linear: nn.Module) -> bool:
 
 
 def has_watched_child(module: nn.Module, called: Sequence[str] = ()) -> bool:
-    """Return True if hooks observe a child that our forward does not call; `called` names those it calls."""
+    """Return True if our forward would skip what a child does now; `called` names the children that it calls.
+
+    Such a child has hooks or a forward of its own, or is a dropout whose p was 0 when the module was replaced.
+    """
     for name, child in module._modules.items():
-        if child is not None and name not in called and is_watched(child):
+        if child is not None and name not in called and (is_watched(child) or _drops(child)):
             return True
     return False
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.training and module.p > 0
+    return bool(module._modules) and has_watched_child(module)
 
 
 def is_plain(linear: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

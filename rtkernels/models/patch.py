@@ -41,6 +41,7 @@ from rtkernels.runtime.torch_private import is_dynamo_compiling
 _REPORT = "_rtkernels_report"
 _FIRST = "_rtkernels_first_call"
 _OLDEST = (5, 0)
+_MODULES = ("norm", "mlp", "experts", "router")  # kinds that replace the forward of a module
 KINDS = ("norm", "mlp", "rope", "experts", "mixer", "router", "loss", "attention", "fp8", "fused")
 
 
@@ -82,6 +83,16 @@ def _notice_others(model: nn.Module, known: PatchReport) -> str:
             known.sites[i] = site._replace(reason=f"{others[site.name]} replaced its forward after patch")
     who, first = next(iter(others.values())), next(iter(others)) or "model"
     return f"{who} patched this model after rtkernels: {len(others)} modules ({first}, ...) compute with {who}"
+
+
+def _notice_changes(model: nn.Module, known: PatchReport) -> None:
+    """Update the report of a model whose modules were changed, so that they compute with their own forward again."""
+    modules = dict(model.named_modules())
+    for i, site in enumerate(known.sites):
+        module = modules.get(site.name)
+        if site.reason is None and site.kind in _MODULES and type(module).__name__ == site.module:
+            if replace.replaced(module) is None:
+                known.sites[i] = site._replace(reason="it was changed after patch")
 
 
 def _first_call(model: nn.Module, args: Any) -> None:
@@ -336,10 +347,11 @@ def unpatch(model: nn.Module) -> None:
 def report(model: nn.Module) -> PatchReport | None:
     """Return the report of :func:`patch` for a model, None if it is not patched.
 
-    Modules that another library (Liger, Unsloth) patched since then are listed as left alone.
+    Modules that were changed since then, or that another library (Liger, Unsloth) patched, are listed as left alone.
     """
     inner = _unwrapped(model)
     known = inner.__dict__.get(_REPORT)
     if known is not None:
         _notice_others(inner, known)
+        _notice_changes(inner, known)
     return known

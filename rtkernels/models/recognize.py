@@ -91,9 +91,12 @@ def _small_constants(module: nn.Module) -> tuple[float, ...]:
     return tuple(n for n in getattr(code, "co_consts", ()) if isinstance(n, float) and 0 < n < 1e-2)
 
 
-def norm_weight(module: nn.Module) -> Tensor | None:
-    """Return the weight of a recognised norm; a buffer named weight does not count, because norms do not use it."""
-    return None if "weight" in module._buffers else getattr(module, "weight", None)
+def norm_weight(module: nn.Module, weighted: bool = True) -> Tensor | None:
+    """Return the weight of a recognised norm, also if it has become a buffer since then.
+
+    `weighted` is False for a norm that had a buffer of this name when it was recognised, which it does not use.
+    """
+    return getattr(module, "weight", None) if weighted else None
 
 
 @probing()
@@ -124,9 +127,10 @@ def norm(module: nn.Module) -> Recognized:
         fresh = {name: normal(w, seed=i, dtype=dtype) for i, name in enumerate(given)}
         return twin_of(module, fresh, sizes={width: w}, training=training)
 
-    candidates = [("layer_norm", Recognized("layer_norm", (("eps", eps), ("offset", 0.0))))] if numbers else []
+    more = (("weighted", False),) if "weight" in module._buffers else ()
+    candidates = [("layer_norm", Recognized("layer_norm", (("eps", eps), ("offset", 0.0), *more)))] if numbers else []
     for offset in () if numbers else (0.0, 1.0) if given else (0.0,):
-        options = (("eps", eps_name), ("offset", offset))
+        options = (("eps", eps_name), ("offset", offset), *more)
         candidates += [(kind, Recognized(kind, options)) for kind in ("rms_norm", "layer_norm")]
     scales = max(eps, 1e-12) ** 0.5 * torch.tensor([[0.5], [1.0], [3.0], [30.0]], dtype=torch.float32, device="cpu")
     settings = [

@@ -102,6 +102,7 @@ def subclass(original: type[nn.Module], kind: Recognized) -> type[nn.Module]:
     options = dict(kind.options)
     members = {
         "forward": _FORWARDS[kind.kind](original, **options),
+        **({"__setattr__": _set_attribute(original, _live(options))} if kind.kind in _PROVED else {}),
         "__reduce_ex__": _reduce,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -112,6 +113,46 @@ def subclass(original: type[nn.Module], kind: Recognized) -> type[nn.Module]:
     bases = _BASES.get(kind.kind, ())
     before = tuple(base for base in bases if "__call__" in vars(base))  # of their calls, the module's own is part
     return type(original.__name__, (*before, original, *(b for b in bases if b not in before)), members)
+
+
+# Kinds that do not read what the module's own forward reads: activations, flags, numbers that are attributes.
+_PROVED = {
+    "rms_norm", "layer_norm", "fp8_norm", "served_norm", "gated_norm", "group_norm", "modulated", "mlp", "named_mlp",
+    "fused_mlp", "fp8_mlp", "activation", "experts", "limited_experts", "plain_experts", "fp8_experts", "router",
+}  # fmt: skip
+
+
+def _live(options: dict[str, Any]) -> frozenset[str]:
+    """Return the names of attributes that a replacement reads in every call."""
+    names = {value for value in options.values() if isinstance(value, str)}
+    if isinstance(options.get("projections"), Projections):
+        names |= {name for name in options["projections"] if isinstance(name, str)}
+    if "separate" in options:
+        names |= {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+    return frozenset({*names, "training"})
+
+
+def _set_attribute(original: type[nn.Module], live: frozenset[str]) -> Callable[..., None]:
+    """Return a ``__setattr__`` that restores the forward of a module if something changes that it was proved with.
+
+    Adapters, parametrizations and new weights change only what the replacement reads in every call.
+    """
+
+    def __setattr__(self, name, value):
+        if name not in live and not name.startswith("_") and _changes(self, name, value):
+            restore(self)
+        original.__setattr__(self, name, value)
+
+    return __setattr__
+
+
+def _changes(module: nn.Module, name: str, value: Any) -> bool:
+    for table in (module.__dict__, module._modules):
+        if name in table:
+            before = table[name]
+            plain = type(before) is type(value) and not isinstance(value, (Tensor, nn.Module))
+            return before is not value and not (plain and before == value)
+    return False
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:
@@ -145,13 +186,13 @@ def _input_of(x: Any, named: dict[str, Any], name: str) -> Any:
     return named[name]
 
 
-def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
+def _rms_norm(original: type[nn.Module], eps: str, offset: float, weighted: bool = True) -> Forward:
     own, name = original.forward, _input_name(original)
 
     def forward(self, hidden_states=None, residual=None, with_input=False, **named):
         if named:
             hidden_states = _input_of(hidden_states, named, name)
-        weight = norm_weight(self)
+        weight = norm_weight(self, weighted)
         if not _fits(hidden_states, weight):
             total = hidden_states if residual is None else residual + hidden_states
             return own(self, total) if residual is None and not with_input else (own(self, total), total)
@@ -164,14 +205,14 @@ def _rms_norm(original: type[nn.Module], eps: str, offset: float) -> Forward:
     return forward
 
 
-def _layer_norm(original: type[nn.Module], eps: str | float, offset: float) -> Forward:
+def _layer_norm(original: type[nn.Module], eps: str | float, offset: float, weighted: bool = True) -> Forward:
     own, name = original.forward, _input_name(original)
     number = eps if isinstance(eps, float) else None  # written into the model's code
 
     def forward(self, hidden_states=None, **named):
         if named:
             hidden_states = _input_of(hidden_states, named, name)
-        weight, bias = norm_weight(self), getattr(self, "bias", None)
+        weight, bias = norm_weight(self, weighted), getattr(self, "bias", None)
         if not _fits(hidden_states, weight):
             return own(self, hidden_states)
         small = getattr(self, eps) if number is None else number
@@ -233,7 +274,12 @@ def _activation(original: type[nn.Module], act: str) -> Forward:
 
 
 def _is_cast(x: Any, down: nn.Module | None) -> bool:
-    """Return True if a 16-bit model keeps the last projection in fp32, as T5 does, and converts what it reads."""
+    """Return True if a 16-bit model keeps the last projection in fp32, as T5 does, and converts what it reads.
+
+    Also for a parametrization, which may compute another weight at every look.
+    """
+    if down is not None and "parametrizations" in down._modules:
+        return True
     weight = getattr(down, "weight", None)
     both = isinstance(x, Tensor) and isinstance(weight, Tensor)
     return both and weight.dtype == torch.float32 and x.dtype != torch.float32 and not autocasts(x)

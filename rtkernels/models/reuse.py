@@ -22,7 +22,7 @@ from rtkernels.ops.act import glu as activation
 from rtkernels.ops.gemm.weight_gradient import add_product_
 from rtkernels.ops.norm import rms_norm
 from rtkernels.runtime.layout import may_overlap
-from rtkernels.runtime.operator.autograd import applied, may_overwrite, once_differentiable
+from rtkernels.runtime.operator.autograd import applied, may_overwrite, once_differentiable, top_saved_tensors_hooks
 from rtkernels.runtime.operator.main_grad import start_of
 from rtkernels.runtime.torch_private import TENSOR_TYPES, is_dynamo_compiling, is_legacy_batched
 
@@ -48,6 +48,15 @@ def free(*tensors: Tensor) -> None:
         for t in tensors:
             if (storage := t.untyped_storage()).resizable():  # emulated kernels write to memory of their own
                 storage.resize_(0)
+
+
+def is_held() -> bool:
+    """Return True if tensors that are saved now go to hooks of somebody who may read them again later.
+
+    Those of checkpointing do not: they compute the tensors again for one backward pass.
+    """
+    hooks = None if is_dynamo_compiling() else top_saved_tensors_hooks(False)
+    return hooks is not None and not str(getattr(hooks[0], "__module__", "")).startswith("torch.")
 
 
 def is_private(*tensors: Tensor | None) -> bool:
@@ -130,6 +139,8 @@ _projection = applied(_Projection)
 def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Return ``linear(x)`` of an x that the caller computed and that nothing else uses."""
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(linear) or linear.bias is not None:
+        return linear(x)
+    if is_held():
         return linear(x)
     if type(x) not in TENSOR_TYPES or x.dtype != linear.weight.dtype or not x.requires_grad or autocasts(x):
         return linear(x)

@@ -24,6 +24,7 @@ from rtkernels.models.rotations import LAYOUTS, apply_rope, arguments_of, column
 
 _NAME = re.compile(r"apply\w*(rotary|rope)")
 # Dimensions of the tensors and of the tables in each layout.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DIMENSIONS = {"bhsd": (4, 3), "bshd": (4, 3), "packed": (3, 2), "bhsd shared": (4, 2), "bshd shared": (4, 2)}
 _views: dict[tuple[str, tuple[Any, ...]], types.ModuleType] = {}
 
@@ -156,6 +157,8 @@ def _rotation(original: Callable[..., Any], forms: tuple[str, ...]) -> Callable[
 
     def _fits(heads, cos, sin, layout) -> bool:
         q, rotary = heads[0], factor * cos.shape[-1]
+        if q.dtype not in _FLOATS:
+            return False
         axis = {"bhsd": -2, "bshd": -3, "pack": 0}[layout]
         tokens = q.shape[axis]
         return (

@@ -38,9 +38,10 @@ class AdamW(Stepping):
     dicts can be exchanged in both directions; ``export_state_dict`` converts states for torch and TorchAO. A state dict
     of any kind can be loaded, including those of ``torch.optim.AdamW`` without amsgrad and of TorchAO's optimizers with
     8 bits, 4 bits and fp8. Codes of 4 bits are TorchAO's, two in an int8 element, in the order of memory. Master
-    weights that it does not have are initialised from the parameters, as at the first step. If parameters are
-    overwritten later, the next step restores them from the master weights: load the optimizer's state as well, or
-    delete ``state[p]["master"]``.
+    weights that it does not have are initialised from the parameters, as at the first step. Parameters that are
+    overwritten later, as by ``load_state_dict`` of the model, keep their new values: the next step takes them over as
+    master weights. Writes through ``p.data`` (``p.data.copy_``) are not noticed, and the next step undoes them: delete
+    ``state[p]["master"]`` then.
 
     Args:
         params: Parameters or parameter groups, bfloat16, float16 or float32. Each parameter and gradient is contiguous

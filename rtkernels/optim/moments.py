@@ -76,17 +76,6 @@ def _rows(p: Any, kind: str, packed: bool) -> tuple[int, int]:
         dim = getattr(placement, "dim", None)
         if dim is not None:
             sizes[dim], rows = -(-sizes[dim] // way), rows * way
-    count = math.prod(sizes)
-    return rows, dynamic_codes.codes_of(count, kind) if packed else dynamic_codes.blocks_of(count, kind)
-
-
-def _rows(p: Any, kind: str, packed: bool) -> tuple[int, int]:
-    """Return the shape of the codes or scales of a DTensor: a row for each shard, as long as the largest needs."""
-    sizes, rows = list(p.shape), 1
-    for way, placement in zip(p.device_mesh.shape, p.placements, strict=True):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            sizes[dim], rows = -(-sizes[dim] // way), rows * way
     return rows, _count(math.prod(sizes), kind, packed)
 
 

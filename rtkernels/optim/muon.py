@@ -134,6 +134,7 @@ class Muon(AdamW):
                 names = ("momentum_buffer", *(("master",) if p.dtype != torch.float32 else ()))
                 found = {name: known[i][name] for name in names if name in known[i]}
                 self.state[p] = {name: moments.copied(p, value) for name, value in found.items()}
+        self._mark(mine)
 
     def _step_group(self, group: dict[str, Any]) -> None:
         if not group["use_muon"]:
@@ -162,6 +163,10 @@ class Muon(AdamW):
             state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
         if p.dtype != torch.float32 and "master" not in state:
             state["master"] = p.detach().float()
+        if p.grad.layout != torch.strided:
+            raise ArgumentError(f"a gradient is {p.grad.layout}; expected a dense tensor")
+        if "master" in state:
+            self._renew(p, state["master"])
         return p, p.grad, state
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.optim import moments, offload
+from rtkernels.optim import masters, moments, offload
 from rtkernels.optim.options import check_options, check_torchs_options
 from rtkernels.runtime.layout import FLOAT_DTYPES
 from rtkernels.runtime.operator.sharding import is_sharded, local
@@ -94,6 +94,7 @@ class Stepping(torch.optim.Optimizer):
             if "master" in state and p.dtype != torch.float32:
                 found["master"] = moments.copied(p, state["master"])
             self.state[p] = {"step": step, **self._placed(p, found, groups[p])}
+        self._mark(mine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as ``torch.optim.Optimizer.state_dict`` does.
@@ -129,6 +130,7 @@ class Stepping(torch.optim.Optimizer):
         for group in self.param_groups:
             check_options(group, self._kinds)
             self._step_group(group)
+            self._mark(p for p in group["params"] if p.grad is not None)
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ class Stepping(torch.optim.Optimizer):
             state, full = self.state[p], p.dtype == torch.float32
             if not state or (not full and with_masters and "master" not in state):
                 self._start(p, state, group)
-            master = state.get("master") if with_masters else None
+            master = self._renew(p, state["master"]) if with_masters and "master" in state else None
             coded = moments.is_coded(p, kind)
             if names[0] not in state or (coded and scales[0] not in state):
                 raise ArgumentError(
@@ -210,6 +212,18 @@ class Stepping(torch.optim.Optimizer):
             if master is not None:
                 lists[8].append(mine)
         return found
+
+    def _mark(self, params: Iterable[Tensor]) -> None:
+        """Remember parameters as they are now that master weights were written or loaded."""
+        marks = self.__dict__.setdefault("_marks", {})
+        marks.update((p, masters.mark(p)) for p in params if "master" in self.state.get(p, ()))
+
+    def _renew(self, p: Tensor, master: Tensor) -> Tensor:
+        """Return the master weights of a parameter, with what was written to it since then."""
+        known = self.__dict__.get("_marks", {}).get(p)
+        if known is not None and known != masters.mark(p):
+            masters.take_over_(master, p)
+        return master
 
     def _origin(self, p: Tensor) -> Tensor:
         """Return the parameter's place among the random numbers."""

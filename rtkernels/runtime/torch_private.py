@@ -26,6 +26,7 @@ dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: len(_get
 functorch_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 is_legacy_batched = getattr(_functorch, "is_legacy_batchedtensor", lambda tensor: False)
 jit_tracing_state = getattr(torch._C, "_get_tracing_state", lambda: None)
+storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: 2)  # 2: by a tensor and by who asks
 top_saved_tensors_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 forward_ad = torch.autograd.forward_ad  # ``_current_level`` is below 0 outside of forward-mode differentiation

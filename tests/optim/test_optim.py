@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import rtkernels
 from rtkernels.errors import ArgumentError
-from rtkernels.optim import AdamW, clip_grad_norm_
+from rtkernels.optim import AdamW, Lion, Muon, clip_grad_norm_
 
 SHAPES = ((33, 7), (4100,), (), (0, 3), (64, 80), (2, 3, 4))
 OPTIONS = (
@@ -486,3 +486,68 @@ def test_every_argument_of_torchs_is_known() -> None:
     assert torchs.keys() <= mine.keys()
     positional = [name for name, p in torchs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert list(mine)[: len(positional)] == positional
+
+
+def _overwritten(p: Parameter, way: str) -> None:
+    new = torch.full_like(p.detach(), 7.0)
+    if way == "copied":
+        with torch.no_grad():
+            p.copy_(new)
+    elif way == "another tensor":
+        p.data = new
+    else:
+        with torch.no_grad():
+            p[1:3].fill_(7.0)
+
+
+@pytest.mark.parametrize("way", ["copied", "another tensor", "a part"])
+@pytest.mark.parametrize("kind", [AdamW, Lion, Muon])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_parameter_that_was_overwritten_keeps_its_value(kind, way: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(5)
+    p = Parameter(torch.randn(6, 10, generator=g).to(dtype))
+    optimizer = kind([p], lr=1e-4, weight_decay=0.0)
+    for _ in range(3):
+        p.grad = torch.randn(6, 10, generator=g).to(dtype)
+        optimizer.step()
+    before, master = p.detach().clone(), optimizer.state[p]["master"].clone()
+    assert not torch.equal(master, before.float())
+    _overwritten(p, way)
+    p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    changed = slice(1, 3) if way == "a part" else slice(None)
+    wanted, wanted_master = before.clone(), master.clone()
+    wanted[changed], wanted_master[changed] = 7.0, 7.0
+    assert_same_bits(p.detach(), wanted)
+    assert_same_bits(optimizer.state[p]["master"], wanted_master)  # the others keep their low bits
+
+
+def test_master_weights_of_a_state_dict_are_those_of_its_parameters() -> None:
+    p = Parameter(torch.randn(6, 10, generator=torch.Generator().manual_seed(5)).bfloat16())
+    optimizer = AdamW([p], lr=1e-4)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    saved, weights, master = copy.deepcopy(optimizer.state_dict()), p.detach().clone(), optimizer.state[p]["master"]
+    for late in (False, True):  # the model is loaded before the optimizer, or after it
+        q = Parameter(torch.zeros_like(p))
+        loaded = AdamW([q], lr=0.0)
+        for one in (late, not late):
+            if one:
+                loaded.load_state_dict(saved)
+            else:
+                with torch.no_grad():
+                    q.copy_(weights)
+        q.grad = torch.zeros_like(q)
+        loaded.param_groups[0]["lr"] = 0.0
+        loaded.step()
+        assert_same_bits(loaded.state[q]["master"], master)
+        assert_same_bits(q.detach(), weights)
+
+
+def test_muon_refuses_sparse_gradients() -> None:
+    p = Parameter(torch.zeros(4, 4))
+    p.grad = torch.eye(4).to_sparse()
+    with pytest.raises(ArgumentError, match="expected a dense tensor"):
+        Muon([p]).step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output
 _LAYERS = {
     "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp",
 }  # fmt: skip
-_PLAIN = (bool, int, float, str, type(None))
-_KEPT = (*_PLAIN, FunctionType)  # settings of a module of torch or transformers that count
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
 _HOOKS = ("rtkernels.", "transformers.utils.output_capturing")  # the latter stay and rest after output_attentions=True
 _METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 _FORMS = {"dcbb5e7989623417"}  # of models whose prepare_inputs_for_generation only sets logits_to_keep
@@ -151,9 +150,9 @@ def stamp(model: nn.Module) -> Hashable:
 
     These are the modules, their classes and their attributes that are numbers, strings or functions, the numbers in
     their configurations, and the addresses, shapes and dtypes of parameters and buffers. Modules that are neither
-    torch's nor transformers' (adapters) also have settings in collections. Weights that are written in place are read
-    by the next replay; only where codes of a weight or tables of angles are kept does its version count, too. Settings
-    of torch that decide how it computes are part of it.
+    torch's nor transformers' (adapters) also have settings in collections, and tensors that are no buffers. Weights
+    that are written in place are read by the next replay; only where codes of a weight or tables of angles are kept
+    does its version count, too. Settings of torch that decide how it computes are part of it.
     """
     parts: list[Hashable] = [*_settings_of_torch()]
     configs: dict[int, Any] = {}
@@ -169,13 +168,18 @@ def stamp(model: nn.Module) -> Hashable:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 version = tensor._version if versions and not tensor.is_inference() else 0
-                parts.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version))
+                parts += (_memory(tensor), version)
         settings = vars(module).items()
         if cls.__module__.startswith(("torch.", "transformers.")):
-            parts += (item for item in settings if type(item[1]) in _KEPT)
+            parts += (item for item in settings if type(item[1]) in _PLAIN)
         else:
             parts += (f"{name}={value}" for name, value in settings if _is_plain(value))
+            parts += (_memory(value) for name, value in settings if isinstance(value, Tensor) and name[0] != "_")
     return tuple(parts)
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _settings_of_torch() -> tuple[Hashable, ...]:
@@ -188,7 +192,7 @@ def _settings_of_torch() -> tuple[Hashable, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for numbers and strings, and for collections of nothing else."""
+    """Return True for numbers, strings, dtypes and functions, and for collections of nothing else."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
