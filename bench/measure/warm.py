@@ -21,6 +21,7 @@ def options(args: argparse.Namespace) -> list[str]:
     given = [f"--rows={args.rows}"] if args.rows is not None else []
     if args.peers is not None:
         given.append(f"--peers={','.join(args.peers) or 'none'}")
+    given += [f"--trial={switch}" for switch in args.trial or ()]
     return [*given, *["--missing"] * args.missing, *["--without-peak"] * args.without_peak]
 
 
