@@ -35,21 +35,12 @@ def _regex(text: str) -> str:
     return text
 
 
-def _families(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name and name != "none"]
-    known = {*peers.FAMILIES, "torch_fused", *(n for table in peers.ADAPTERS.values() for n in table)}
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"unknown peer {name!r}; known: {', '.join(sorted(known))}, none")
-    return names
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure on this machine's GPU")
     run.add_argument("--rows", type=_regex, help="regular expression on 'name shape'; the host rows are called 'host'")
-    run.add_argument("--peers", type=_families, help="comma-separated families, or none; all when left out")
+    run.add_argument("--peers", type=peers.families, help="comma-separated families, or none; all when left out")
     run.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     run.add_argument("--samples", type=int, help="of a measurement; rows of 50 ms and more need few")
@@ -64,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--part", help=argparse.SUPPRESS)
     check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
     check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
-    check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
+    check.add_argument("--peers", type=peers.families, default=CHECKED, help="as for run; default: all but inductor")
     check.add_argument("--missing", action="store_true", help="call nothing; list the rows that have no record")
     commands.add_parser("peak", help="rate of the tensor cores of this machine's GPU, TFLOP/s")
     sweep_command.add_arguments(commands.add_parser("sweep", help="ours beside the best peer at random shapes"))
@@ -133,7 +124,8 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     started = time.monotonic()
     if args.part:
-        return warm.part(rows, args.part, run.Bench(Timer(CudaDevice()), "cuda", args.peers), pool, args.seconds)
+        bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers)
+        return warm.part(rows, args.part, bench, pool, args.seconds, shares_device=args.compile)
     path = args.out or meta.default_path(meta.environment())
     try:
         earlier = records.interrupted(path) if args.resume else None

@@ -16,7 +16,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from bench import meta
+from bench import meta, peers
 from bench.campaign import parts, plugin, selection, trials
 from bench.campaign.parts import Part, python
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tests", nargs="+", metavar="PATH", help="instead of those that changed since --since")
     parser.add_argument("--since", metavar="COMMIT", help="default: that of the newest record")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="limit of a test")
-    parser.add_argument("--peers", help="of rows: comma-separated (default: torch, and fla for linear attention)")
+    parser.add_argument("--peers", type=peers.families, help="of rows (default: torch, and fla for linear attention)")
     parser.add_argument("--jobs", type=int, default=max(4, (os.cpu_count() or 4) // 2), help="processes that compile")
     parser.add_argument("--seed", type=int, default=0, help="of the sweep")
     parser.add_argument("--resume", action="store_true", help="continue what DIR has, of the same sources")
@@ -60,8 +60,7 @@ class _Plan:
         self.log, self.tests_log = self.out / "campaign.log", self.out / "tests.log"
         self.pool = list(all_rows())
         self.tests = self._tests()
-        wanted = None if args.peers is None else args.peers.split(",")
-        self.rows, self.peers, left_out = selection.rows(self.pool, wanted)
+        self.rows, self.peers, left_out = selection.rows(self.pool, args.peers)
         if util.find_spec("xdist") is None:
             self.notes.append("pytest-xdist is not installed: one process runs the tests, and ends with one that hangs")
         if left_out:
@@ -104,7 +103,7 @@ class _Plan:
 
     def _of_rows(self) -> list[str]:
         labels = "|".join(re.escape(row.label) for row in self.rows)
-        return ["--missing", f"--rows=^(?:{labels})$", f"--peers={','.join(self.peers)}"]
+        return ["--missing", f"--rows=^(?:{labels})$", f"--peers={','.join(self.peers) or 'none'}"]
 
     def compile(self) -> list[str]:
         """Return the command that compiles what the rows need."""
@@ -142,7 +141,7 @@ class _Plan:
                 START_SECONDS + len(timed) * ROW_SECONDS,
             ),
             "rows": Part(
-                "rows", 5, self._rows, f"{len(self.rows)} rows without a record, peers {','.join(self.peers)}",
+                "rows", 5, self._rows, f"{len(self.rows)} rows without a record, peers: {', '.join(self.peers)}",
                 START_SECONDS + len(self.rows) * ROW_SECONDS,
             ),
             "sweep": Part("sweep", 3, self._sweep, "random shapes for the rest of the time", 0.0),
@@ -200,14 +199,7 @@ def _ends_children() -> Iterator[None]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    if args.peers is not None:
-        from bench.__main__ import _families
-
-        try:
-            _families(args.peers)
-        except argparse.ArgumentTypeError as error:
-            print(f"bench campaign: {error}", file=sys.stderr)
-            return 2
+    began = time.monotonic()
     plan = _Plan(args)
     if args.dry:
         _print_plan(plan)
@@ -217,18 +209,17 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("bench campaign: no CUDA device here; --dry prints the plan without one.", file=sys.stderr)
         return 2
-    return begin(plan)
+    return begin(plan, began)
 
 
-def begin(plan: _Plan) -> int:
-    """Run the parts of a plan and return the exit status."""
+def begin(plan: _Plan, began: float) -> int:
+    """Run the parts of a plan, within its time after `began`, and return the exit status."""
     if problem := _check_folder(plan):
         print(f"bench campaign: {problem}", file=sys.stderr)
         return 2
     if hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # whatever this process was bound to
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    began, args = time.monotonic(), plan.args
     with plan.log.open("a", encoding="utf-8", buffering=1) as file, _ends_children():
 
         def log(text: str) -> None:
@@ -241,7 +232,8 @@ def begin(plan: _Plan) -> int:
         log(f"commit {commit or 'unknown: set BENCH_COMMIT, or record in a checkout of the same sources'}")
         for note in plan.notes:
             log(note)
-        good = parts.run_all(plan.parts(), plan.compile(), args.seconds, log, file.fileno(), plan.environment())
+        left = plan.args.seconds - (time.monotonic() - began)
+        good = parts.run_all(plan.parts(), plan.compile(), left, log, file.fileno(), plan.environment())
         for line in summary(plan.out):
             log(line)
     return 0 if good else 1

@@ -125,14 +125,14 @@ def run_all(
     """
     ends, good = time.monotonic() + seconds, True
     with contextlib.ExitStack() as stack:
-        beside = None
+        compiler = None
         if compiling:
-            beside = started(compiling, environment, output=record, lowest=True)
-            stack.enter_context(ended(beside))
+            compiler = started(compiling, environment, output=record, lowest=True)
+            stack.enter_context(ended(compiler))
         for index, part in enumerate(parts):
-            if part.measures and beside is not None:
-                _wait(beside, limit(parts, index, ends - time.monotonic()) / 3, log)
-                beside = None
+            if part.measures and compiler is not None:
+                _wait(compiler, limit(parts, index, ends - time.monotonic()) / 3, log)
+                compiler = None
             allowed = limit(parts, index, ends - time.monotonic() - GRACE_SECONDS)
             if allowed < MIN_SECONDS:
                 log(f"{part.name}: not begun, {allowed:.0f} s are left")

@@ -41,7 +41,7 @@ WITH = ", untried"  # behind the shape of a row with the switch turned on
 
 def _turned(row: Row, switch: Untried, on: bool) -> Row:
     def ours(**inputs: Any) -> Any:
-        switch.turn(on)  # costs nothing while it stays as it is
+        switch.set(on)  # costs nothing while it stays as it is
         return row.ours(**inputs)
 
     return dataclasses.replace(row, ours=ours, shape=row.shape + WITH * on)

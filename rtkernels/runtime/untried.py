@@ -30,7 +30,7 @@ class Untried:
     def __bool__(self) -> bool:
         return self._on
 
-    def turn(self, on: bool) -> None:
+    def set(self, on: bool) -> None:
         """Turn it on or off for the process; plans made before are forgotten."""
         if on != self._on:
             self._on = on
@@ -40,8 +40,8 @@ class Untried:
     def chosen(self) -> Iterator[None]:
         """Let the code be chosen in a scope, in all threads."""
         before = self._on
-        self.turn(True)
+        self.set(True)
         try:
             yield
         finally:
-            self.turn(before)
+            self.set(before)

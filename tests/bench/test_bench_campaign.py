@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench import FakeTimer, backward_row, measured, scale_row
+from test_bench import FakeTimer, backward_row, bench_with, measured, scale_row
 
 from bench import __main__ as cli
 from bench import meta, peers
@@ -56,7 +56,7 @@ def test_time_that_a_part_does_not_use_goes_to_the_next_ones() -> None:
     assert [parts.limit(three, i, 100.0) for i in range(3)] == [50.0, 40.0, 100.0]
 
 
-def test_compilation_runs_beside_tests_and_ends_before_what_measures(tmp_path: Path) -> None:
+def test_compilation_runs_during_tests_and_ends_before_what_measures(tmp_path: Path) -> None:
     began, lines = tmp_path / "began", []
     wait = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\nprint('seen')"
     compiling = _program(
@@ -99,7 +99,7 @@ def test_a_part_that_is_cut_off_leaves_its_lines_and_no_process(monkeypatch: pyt
 
 
 KILLED = """
-import argparse, sys
+import argparse, sys, time
 from pathlib import Path
 from bench.campaign import command
 from bench.campaign.parts import Part
@@ -114,7 +114,7 @@ class Plan:
     environment = lambda self: {}
     parts = lambda self: [Part("tests", 1.0, lambda s: [sys.executable, "-u", "-c", text, str(folder)], "tests", 9.0,
                                folder / "tests.log", False)]
-raise SystemExit(command.begin(Plan()))
+raise SystemExit(command.begin(Plan(), time.monotonic()))
 """
 
 
@@ -162,6 +162,7 @@ def _pytest(folder: Path, log: Path, *words: str) -> str:
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "--no-summary", "-p", "bench.campaign.plugin", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
     with log.open("a") as file:
         file.write(done.stdout)
     return done.stdout
@@ -182,7 +183,17 @@ def test_lines_of_tests_a_hanging_one_and_continuing(tmp_path: Path) -> None:
     assert "    E   assert 1 == 2" in text
     again = _pytest(tmp_path, log, "-p", "no:xdist", "--deselect=test_a.py::test_hangs")
     assert "test_bad" in again and "test_skipped" in again and "test_good" not in again
-    assert not plugin._is_lost() and plugin.outcomes(tmp_path / "none") == {}
+    (tmp_path / "test_a.py").write_text("def test_good(): pass\n")
+    assert "no tests ran" in _pytest(tmp_path, log, "test_a.py")
+
+
+def test_a_lost_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not plugin._is_lost()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert not plugin._is_lost()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
+    assert plugin._is_lost()
 
 
 def test_what_changed_decides_on_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +243,15 @@ def test_rows_of_a_trial_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch)
     assert trials.tried({"t.py::test[a]": "passed", "t.py::test_b": "failed"}) == ["kernel"]
     assert trials.tried({"t.py::test[a]": "passed", "t.py::test[b]": "failed"}) == trials.tried({}) == []
     args = cli.parser().parse_args(["run", "--trial=a b", "--trial=c", "--compile", "--jobs=2"])
-    assert warm.options(args) == ["--trial=a b", "--trial=c"] and args.compile
+    assert warm.options(args) == ["--trial=a b", "--trial=c", "--compile"]
+
+
+def test_compilation_shares_device_leaves_memory_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    for shared in (False, True):
+        assert warm.part([], "1/4", bench_with(FakeTimer(), []), [], 9.0, shares_device=shared) == 0
+    assert shares == [0.125]
 
 
 def test_rows_get_the_commit_of_the_same_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +297,9 @@ def test_the_plan_without_a_gpu(
     assert "in 3 processes" in lines[1] and "40 tests" in lines[2] and "at most 333 s" in lines[2]
     assert "--tests tests/ops/gemm/test_decode_linear_swapped.py" in lines[-1] and "tests/optim" in lines[-1]
     assert cli.main(words) == 2 and "no CUDA device" in capsys.readouterr().err
-    assert cli.main([*words, "--dry", "--peers=nobody"]) == 2
-    with pytest.raises(SystemExit):
-        cli.parser().parse_args(["campaign", "--out=x", "--parts=rows,cake"])
+    for wrong in ("--peers=nobody", "--parts=rows,cake"):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(["campaign", "--out=x", wrong])
 
 
 def test_commands_of_the_parts(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_trial_times_calls_with_and_without(trial: Trial) -> None:
             with pytest.raises(TypeError):  # without its inputs
                 row.ours()
             seen.append(bool(switch))
-    switch.turn(False)
+    switch.set(False)
     assert seen == [False, True] * len(found)
 
 
