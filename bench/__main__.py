@@ -1,4 +1,4 @@
-"""``python -m bench``: run, check, peak, sweep, neighbours, aten, host, report, record, readme, zoo and e2e."""
+"""``python -m bench``: run, check, peak, sweep, campaign, neighbours, aten, host, report, record, readme, zoo, e2e."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import meta, peers
+from bench.campaign import command as campaign_command
 from bench.measure import host_stand_in
 from bench.report import accepted, history, records
 from bench.report import tables as report
@@ -34,21 +35,12 @@ def _regex(text: str) -> str:
     return text
 
 
-def _families(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name and name != "none"]
-    known = {*peers.FAMILIES, "torch_fused", *(n for table in peers.ADAPTERS.values() for n in table)}
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"unknown peer {name!r}; known: {', '.join(sorted(known))}, none")
-    return names
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure on this machine's GPU")
     run.add_argument("--rows", type=_regex, help="regular expression on 'name shape'; the host rows are called 'host'")
-    run.add_argument("--peers", type=_families, help="comma-separated families, or none; all when left out")
+    run.add_argument("--peers", type=peers.families, help="comma-separated families, or none; all when left out")
     run.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
     run.add_argument("--quick", action="store_true", help="30 samples a measurement instead of 100")
     run.add_argument("--samples", type=int, help="of a measurement; rows of 50 ms and more need few")
@@ -58,13 +50,16 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--without-peak", action="store_true", help="only products whose record has no peak of its run")
     run.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     run.add_argument("--jobs", type=int, help="processes that compile everything before (default: 6 with --record)")
+    run.add_argument("--trial", action="append", help=argparse.SUPPRESS)  # rows with and without a switch; no others
+    run.add_argument("--compile", action="store_true", help="compile in --jobs processes, measure nothing")
     run.add_argument("--part", help=argparse.SUPPRESS)
     check = commands.add_parser("check", help="call ours and every peer once, untimed, and say how they differ")
     check.add_argument("--rows", type=_regex, help="regular expression on 'name shape'")
-    check.add_argument("--peers", type=_families, default=CHECKED, help="as for run; all but inductor when left out")
+    check.add_argument("--peers", type=peers.families, default=CHECKED, help="as for run; default: all but inductor")
     check.add_argument("--missing", action="store_true", help="call nothing; list the rows that have no record")
     commands.add_parser("peak", help="rate of the tensor cores of this machine's GPU, TFLOP/s")
     sweep_command.add_arguments(commands.add_parser("sweep", help="ours beside the best peer at random shapes"))
+    campaign_command.add_arguments(commands.add_parser("campaign", help="what has never run on a GPU, in a short time"))
     near = commands.add_parser("neighbours", help="ours and a copy beside powers of two, with the memory a call takes")
     near.add_argument("--rows", type=_regex, default="", help="regular expression on the op's row name")
     near.add_argument("--out", type=Path, help="result file (default <gpu>-<date>.json)")
@@ -85,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("files", nargs="+", type=Path)
     show.add_argument("--plot", type=Path, metavar="PNG", help="also draw copy / time per row")
     record = commands.add_parser("record", help="take result files over into bench/results/<gpu>.json")
-    record.add_argument("files", nargs="+", type=Path)
+    record.add_argument("files", nargs="+", type=Path, help="or folders of `bench campaign`")
     record.add_argument("--layers", action="store_true", help="the files hold measurements of whole layers")
     commands.add_parser("zoo", help="patch every model of transformers and diffusers that can be built small")
     commands.add_parser("e2e", help=f"e2e {', '.join(E2E)}: whole models; `e2e train --help`")
@@ -104,6 +99,7 @@ def _run(args: argparse.Namespace) -> int:
     if missing := peers.not_installed(args.peers):
         print(f"bench run: not installed: {', '.join(missing)}; leave them out of --peers, or --peers", file=sys.stderr)
         return 2
+    from bench.campaign import trials
     from bench.e2e import processes
     from bench.measure import host, run, warm
     from bench.measure.timing import CudaDevice, Timer
@@ -117,7 +113,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.without_peak:
         wanted = {row.label for row in records.without_peak(pool, meta.RESULTS)}
         rows = [row for row in rows if row.label in wanted]
-    with_host = not (args.missing or args.without_peak) and (
+    if args.trial:
+        rows = list(trials.rows(rows, args.trial))
+    with_host = not (args.missing or args.without_peak or args.trial) and (
         args.rows is None or re.search(args.rows, "host") is not None
     )
     if not rows and not with_host:
@@ -126,7 +124,8 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     started = time.monotonic()
     if args.part:
-        return warm.part(rows, args.part, run.Bench(Timer(CudaDevice()), "cuda", args.peers), pool, args.seconds)
+        bench = run.Bench(Timer(CudaDevice()), "cuda", args.peers)
+        return warm.part(rows, args.part, bench, pool, args.seconds, shares_device=args.compile)
     path = args.out or meta.default_path(meta.environment())
     try:
         earlier = records.interrupted(path) if args.resume else None
@@ -134,8 +133,10 @@ def _run(args: argparse.Namespace) -> int:
         print(f"bench run: {error}", file=sys.stderr)
         return 2
     jobs = args.jobs if args.jobs is not None else 6 * args.record
-    if jobs:
-        warm.all_parts(warm.options(args), jobs, min(300.0, args.seconds / 2))
+    if jobs or args.compile:
+        warm.all_parts(warm.options(args), max(jobs, 1), args.seconds if args.compile else min(300.0, args.seconds / 2))
+    if args.compile:
+        return 0
     timer, bar = Timer(CudaDevice(), iterations=args.samples or (30 if args.quick else 100)), Bar(0, "rows")
     with processes.alone():  # among commands that share a lock: others compile meanwhile
         result = run.run(
@@ -264,7 +265,10 @@ def _report(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace) -> int:
     for file in args.files:
         try:
-            result = json.loads(file.read_text(encoding="utf-8")) if args.layers else meta.load(file)
+            if args.layers:
+                result = json.loads(file.read_text(encoding="utf-8"))
+            else:
+                result = records.of_campaign(file) if file.is_dir() else meta.load(file)
         except (OSError, ValueError) as error:
             print(f"bench record: {error}", file=sys.stderr)
             return 2
@@ -330,9 +334,9 @@ def main(argv: list[str] | None = None) -> int:
         return zoo.main(words[1:])
     args = parser().parse_args(words)
     commands = {
-        "run": _run, "check": _check, "peak": _peak, "sweep": sweep_command.run, "neighbours": _neighbours,
-        "aten": _aten, "report": _report, "record": _record, "host": host_stand_in.run, "readme": _readme,
-        "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
+        "run": _run, "check": _check, "peak": _peak, "sweep": sweep_command.run, "campaign": campaign_command.run,
+        "neighbours": _neighbours, "aten": _aten, "report": _report, "record": _record, "host": host_stand_in.run,
+        "readme": _readme, "e2e": lambda _: parser().error(f"expected e2e {', e2e '.join(E2E)}"),
     }  # fmt: skip
     return commands[args.command](args)
 

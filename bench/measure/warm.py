@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import torch
+
 from bench.e2e import processes
 from bench.measure.run import Bench, DeviceLost, _release, forward_of
 from bench.rows.row import Row
@@ -21,7 +23,9 @@ def options(args: argparse.Namespace) -> list[str]:
     given = [f"--rows={args.rows}"] if args.rows is not None else []
     if args.peers is not None:
         given.append(f"--peers={','.join(args.peers) or 'none'}")
-    return [*given, *["--missing"] * args.missing, *["--without-peak"] * args.without_peak]
+    given += [f"--trial={switch}" for switch in args.trial or ()]
+    flags = ("missing", "without_peak", "compile")
+    return [*given, *(f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag))]
 
 
 def all_parts(arguments: list[str], jobs: int, seconds: float) -> None:
@@ -38,10 +42,17 @@ def all_parts(arguments: list[str], jobs: int, seconds: float) -> None:
     print(f"compiled for {time.monotonic() - started:.0f} s in {jobs} processes", flush=True)
 
 
-def part(rows: list[Row], which: str, bench: Bench, pool: list[Row], seconds: float) -> int:
-    """Call ours and every peer of a part of the rows, ``"0/6"``; return the exit status."""
+def part(
+    rows: list[Row], which: str, bench: Bench, pool: list[Row], seconds: float, *, shares_device: bool = False
+) -> int:  # fmt: skip
+    """Call ours and every peer of a part of the rows, ``"0/6"``; return the exit status.
+
+    `shares_device`: All parts together leave half of the device's memory to other commands; larger rows fail.
+    """
     ends = time.monotonic() + seconds
     index, parts = (int(number) for number in which.split("/"))
+    if shares_device:
+        torch.cuda.set_per_process_memory_fraction(0.5 / parts)
     for row in rows[index::parts]:
         if time.monotonic() > ends:
             break

@@ -11,6 +11,7 @@ One file per library; ``torch_peers`` makes torch's own competitors from the row
 
 from __future__ import annotations
 
+import argparse
 from importlib import util
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "Compared",
     "Prepare",
     "adapters_of",
+    "families",
     "not_installed",
     "selected",
     "torch_peers",
@@ -70,6 +72,16 @@ def not_installed(wanted: list[str] | None) -> list[str]:
         name for name, module in _MODULES.items()
         if wanted and any(item.split("_")[0] == name for item in wanted) and util.find_spec(module) is None
     ]  # fmt: skip
+
+
+def families(text: str) -> list[str]:
+    """Return the families that a comma-separated option names; none for "none"."""
+    names = [name for name in text.split(",") if name and name != "none"]
+    known = {*FAMILIES, "torch_fused", *(n for table in ADAPTERS.values() for n in table)}
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"unknown peer {name!r}; known: {', '.join(sorted(known))}, none")
+    return names
 
 
 def selected(peer: str, wanted: list[str] | None) -> bool:

@@ -47,3 +47,22 @@ def interrupted(path: Path) -> dict[str, Any] | None:
     earlier = meta.load(path)
     meta.check_source(earlier["environment"], path)
     return earlier
+
+
+def of_campaign(folder: Path) -> dict[str, Any]:
+    """Return the rows that a campaign measured, with their commit: this one, if it was measured without git.
+
+    Raises:
+        ResultError: There are none; or they have no commit, and were measured of other sources than this commit's.
+    """
+    path = folder / "rows.json"
+    result = meta.load(path)
+    environment = result["environment"]
+    if environment.get("commit") is None:
+        meta.check_source(environment, path)
+        here = meta.environment()
+        changed = meta._output("git", "status", "--porcelain", "rtkernels", "cuda_src")
+        if here["commit"] is None or changed:
+            raise meta.ResultError(f"{path}: has no commit, nor have these sources. Set BENCH_COMMIT when measuring.")
+        environment["commit"] = here["commit"]
+    return result

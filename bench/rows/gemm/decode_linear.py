@@ -19,6 +19,7 @@ SIZES = (
     (1, 4096, 12288, False, False), (10, 2560, 1024, True, False), (10, 1024, 2048, False, False),
     (10, 4096, 1024, True, True), (10, 1024, 4096, False, False),
 )  # fmt: skip
+STEPS = ((32, 6144, 4096, True, False), (32, 12288, 4096, True, True), (32, 4096, 12288, False, False))  # a batch of 32
 
 
 def host(x: Tensor) -> dict[str, Callable[[], Any]]:
@@ -77,3 +78,4 @@ def rows() -> Iterator[Row]:
     for sizes in SIZES:
         for fp8 in (False, True):
             yield at(*sizes, fp8)
+    yield from (at(*sizes) for sizes in STEPS)

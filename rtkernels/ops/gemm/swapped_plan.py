@@ -16,14 +16,15 @@ from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
+from rtkernels.runtime.untried import Untried
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
 CHUNK_ROWS = 16  # up to which others are chosen for products, and `chunk_plan` for steps with few weights
 AUTOMATIC_ROWS = 64  # up to which the backend is chosen where `is_faster` says so
 # A norm in front, a gate, and loads of weights before the previous kernel has ended were not run on a GPU yet, so
-# nothing chooses them, and `decode_linear` not this kernel. True lets it, as the tests for a GPU do.
-RUN_ON_GPU = False
+# nothing chooses them, and `decode_linear` not this kernel.
+RUN_ON_GPU = Untried("steps by gemm_swapped_sm90")
 
 # As in gemm_swapped_sm90.cu.
 _ROW = 128  # bytes of k in a stage, of every row
@@ -187,7 +188,7 @@ def serves_step(product: Product, target: Target, norm: bool) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
     p = product
     is_latency = p.m <= CHUNK_ROWS and _is_small(p)
-    return RUN_ON_GPU and p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
+    return bool(RUN_ON_GPU) and p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:
@@ -225,7 +226,7 @@ def launches(
         return Boxes(name, token, sizes, box_strides(sizes, (pitch,), size), (_ROW // size, count))
 
     flags = (
-        _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * (constant and RUN_ON_GPU)
+        _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * (constant and bool(RUN_ON_GPU))
         + _ADD_LAST * add_last
     )  # fmt: skip
     types = _TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act]

@@ -227,10 +227,8 @@ def test_reflections(name: str, place: str) -> None:
 @contextmanager
 def wgmma_grads() -> Iterator[None]:
     """Let gradients inside of chunks be by wgmma."""
-    with mock.patch.object(gated_delta_rule_scans, "_GRADS_BY_WGMMA", True):
-        Plans.forget_all()
+    with gated_delta_rule_scans.GRADS_BY_WGMMA.chosen():
         yield
-    Plans.forget_all()
 
 
 @at("sm_90", "cuda")

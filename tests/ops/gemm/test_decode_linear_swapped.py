@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from ops.gemm.test_decode_linear import BF16, FP16, case
@@ -10,11 +12,13 @@ from support.inference import assert_captures
 from support.places import at
 
 import rtkernels
+from bench.campaign.trials import TRIALS
+from bench.rows import rows_of
 from rtkernels.ops.gemm import swapped_plan
-from rtkernels.ops.gemm.decode_linear import FORWARD
+from rtkernels.ops.gemm.decode_linear import FORWARD, DecodeLinear, _describe
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.runtime import targets
-from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.operator.kinds import meta_of
 
 
 @at("sm_90", "cuda")
@@ -24,7 +28,6 @@ def test_nine_to_64_rows_by_wgmma(
     m: int, n: int, k: int, constant: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of ``swapped_plan``, in clusters; with constant weights, the first of which are loaded at once."""
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
     monkeypatch.setattr(swapped_plan, "_SMALL", 0)
     own, found = swapped_plan.launches, []
 
@@ -33,7 +36,6 @@ def test_nine_to_64_rows_by_wgmma(
         return own(*given, **options, parts=2)
 
     monkeypatch.setattr(swapped_plan, "launches", launches)
-    Plans.forget_all()
     for arguments, exact, error in (
         case("16bit", m, n, k, add=True, bias=True, factor=0.5),
         case("16bit", m, n, k, norm=True, gated=True, act="silu", bias=True),
@@ -41,27 +43,40 @@ def test_nine_to_64_rows_by_wgmma(
         case("16bit", m, n, k, FP16, gated=True, act="gelu_tanh", add=True, factor=2.0),
     ):
         given = (*arguments[:10], constant, *arguments[11:])
-        with running_on(place) as device:
+        with swapped_plan.RUN_ON_GPU.chosen(), running_on(place) as device:
             out = FORWARD.call(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in given)).cpu()
         assert ((out.double() - exact).abs() <= error).all()
-    Plans.forget_all()
     assert len(found) == 4
 
 
-def test_what_was_not_run_on_a_gpu_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_run_on_a_gpu_is_not_chosen() -> None:
     chosen, sm_90 = swapped_plan.serves_step, targets.parse("sm_90a")
     matrix = Matrix("bf16", 4096)
     product = Product(32, 4096, 4096, matrix, matrix, matrix)
     assert not any(chosen(product, sm_90, norm) for norm in (False, True))
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
-    assert chosen(product, sm_90, True) and chosen(product._replace(m=16, gate="silu"), sm_90, True)
-    assert not chosen(product._replace(m=16, n=512), sm_90, True) and not chosen(product._replace(m=65), sm_90, False)
+    with swapped_plan.RUN_ON_GPU.chosen():
+        assert chosen(product, sm_90, True) and chosen(product._replace(m=16, gate="silu"), sm_90, True)
+        assert not chosen(product._replace(m=16, n=512), sm_90, True)
+        assert not chosen(product._replace(m=65), sm_90, False)
+
+
+def test_rows_of_the_trial_take_the_kernel() -> None:
+    """``bench campaign`` times these with and without it."""
+    (trial,) = (trial for trial in TRIALS if trial.switch == swapped_plan.RUN_ON_GPU.name)
+    rows = [row for row in rows_of("decode_linear") if re.search(trial.rows, row.label)]
+    assert len(rows) >= 3
+    for row in rows:
+        given = row.make("meta", torch.Generator())
+        metas = (meta_of(given[name]) for name in ("a", "b"))
+        gated = "gated" in row.shape
+        call = DecodeLinear(*metas, *(None,) * 6, "silu" if gated else None, gated, False)
+        with swapped_plan.RUN_ON_GPU.chosen():
+            has_norm = given["norm_weight"] is not None
+            assert swapped_plan.serves_step(_describe(call).product, targets.parse("sm_90a"), has_norm), row.label
 
 
 @pytest.mark.gpu
-def test_a_chain_of_steps_of_many_rows_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
-    Plans.forget_all()
+def test_a_chain_of_steps_of_many_rows_in_a_graph() -> None:
     g = torch.Generator().manual_seed(0)
     x, gain, up, down = (
         torch.randn(*s, generator=g).to(BF16).cuda() for s in ((32, 1024), (1024,), (8192, 1024), (1024, 4096))
@@ -74,5 +89,5 @@ def test_a_chain_of_steps_of_many_rows_in_a_graph(monkeypatch: pytest.MonkeyPatc
             y = rtkernels.decode_linear(y, down, add=x, factor=0.01, constant=True)
         return y
 
-    assert_captures(chain)
-    Plans.forget_all()
+    with swapped_plan.RUN_ON_GPU.chosen():
+        assert_captures(chain)
