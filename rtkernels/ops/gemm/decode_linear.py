@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference, swapped_plan
+from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference, swapped_codes_plan, swapped_plan
 from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
 from rtkernels.runtime.call.public import public
@@ -121,6 +121,8 @@ def _plan(call: DecodeLinear, device: int) -> Steps:
     p, info, norm = _describe(call).product, device_info(device), call.norm_weight is not None
     if swapped_plan.serves_step(p, info.target, norm):
         return swapped_plan.launches(p, device, norm=norm, constant=call.constant, add_last=True)
+    if swapped_codes_plan.serves_step(p, info.target, norm):
+        return swapped_codes_plan.launches(p, device, norm=norm, constant=call.constant)
     if chunk_plan.unsupported(p, info.target) is None:
         return chunk_plan.launches(p, device, norm, call.constant)
     if decode_plan.unsupported(_without_add(p), info.target, info.sm_count, norm) is not None:
@@ -234,6 +236,6 @@ def decode_linear(
 OP = Op(
     "decode_linear",
     public=("decode_linear",),
-    kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS),
+    kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS, *swapped_codes_plan.KERNELS),
     torch_ops=(FORWARD,),
 )
