@@ -184,6 +184,19 @@ def test_many_rows_run_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(report.in_steps.values()) == {"more than 2 rows, and weights of codes"}
 
 
+def test_many_rows_where_a_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are told the weights before anything is written to the cache, and then nothing of a step runs as usual."""
+    monkeypatch.setattr(decoding, "OWN_ROWS", 2)
+    asked: list[tuple] = []
+    monkeypatch.setattr(decoding.decode_linear, "serves_many_codes", lambda *given: asked.append(given) or True)
+    model = models.serve(model_of("qwen3"), weights="int4")
+    wanted = model.generate(tokens(3, 5), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    report = models.patch(model, attention=True, fused_layers=True)
+    got = model.generate(tokens(3, 5), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(got[:, :6], wanted[:, :6]) and not report.in_steps
+    assert {(rows, packed) for rows, _, _, _, packed, _ in asked} == {(3, "int4")}
+
+
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 

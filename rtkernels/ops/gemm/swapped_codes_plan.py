@@ -40,8 +40,8 @@ KERNEL = Kernel(
 KERNELS = (KERNEL,)
 
 
-def unsupported(product: Product, target: Target, norm: bool = False) -> str | None:
-    """Return why this kernel cannot compute a product (whose `add` is added last), or None."""
+def unsupported(product: Product, target: Target) -> str | None:
+    """Return why this kernel cannot compute a product (whose `add` is added last), or None; with a norm or without."""
     p = product
     if not KERNEL.supports(target):
         return f"{target} has no wgmma"
@@ -55,7 +55,7 @@ def unsupported(product: Product, target: Target, norm: bool = False) -> str | N
         return f"no {p.a.token} activations with {p.b.token} weights"
     if p.a.across or p.b.across:
         return "rows of memory are those of the summed dimension"
-    if not (p.a.aligned and p.b.aligned) or (norm and p.k % 8):
+    if not (p.a.aligned and p.b.aligned):
         return "TMA needs operands whose address and rows are multiples of 16 bytes"
     if p.out.token not in TYPES:
         return f"no results of type {p.out.token}"
@@ -115,9 +115,9 @@ def shape_of(p: Product, sms: int) -> Shape:
     return min(shapes, key=lambda shape: cycles(p, shape, sms))
 
 
-def serves_step(product: Product, target: Target, norm: bool) -> bool:
+def serves_step(product: Product, target: Target) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
-    return swapped_plan.RUN_ON_GPU and unsupported(product, target, norm) is None
+    return swapped_plan.RUN_ON_GPU and unsupported(product, target) is None
 
 
 def launches(product: Product, device: int, *, norm: bool = False, constant: bool = False) -> Steps:
@@ -156,6 +156,7 @@ def launches(product: Product, device: int, *, norm: bool = False, constant: boo
             "bias" if p.bias else 0, "add" if p.add else 0, "norm_weight" if norm else 0, "out", p.m, p.n, p.k, b_pitch,
             p.out.pitch, p.add_pitch, s.row_pitch if s and s.rows else 0, s.depth_pitch if along_k else 0,
             7 if along_k and s.rows == 128 else 0, shape.parts.bit_length() - 1, flags,
-            sum(value << 4 * i for i, value in enumerate(types)), *(("eps", "offset") if norm else (0.0, 0.0)), "factor",
+            sum(value << 4 * i for i, value in enumerate(types)), *(("eps", "offset") if norm else (0.0, 0.0)),
+            "factor",
         )
     )  # fmt: skip

@@ -12,7 +12,7 @@ from support.inference import assert_captures
 from support.places import at, emulated
 
 import rtkernels
-from rtkernels.ops.gemm import decode_linear, swapped_codes_plan, swapped_plan
+from rtkernels.ops.gemm import swapped_codes_plan, swapped_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product, Scales
 from rtkernels.ops.quant import pack
@@ -112,36 +112,41 @@ def test_nvfp4(
 
 
 @at("sm_90", "cuda")
-def test_all_codes_and_scales_are_exact(place: str, found: list[Product]) -> None:
-    """Weights times one token that is a unit vector at each k: every code in every place of a word, every scale."""
+@pytest.mark.parametrize("first", (0, 64))
+def test_all_codes_are_exact_at_every_place(first: int, place: str, found: list[Product]) -> None:
+    """Tokens are unit vectors, so results are weights: all finite codes, times all finite scales of e2m1 codes."""
     k = 128
-    x = torch.eye(k).to(BF16)
+    x = torch.eye(k).to(BF16)[first : first + 64]
     byte = torch.arange(256).to(torch.uint8)
     e4m3 = byte.view(torch.float8_e4m3fn)[torch.arange(40 * k).view(40, k) * 7 % 256]
-    int8 = (byte.view(torch.int8))[torch.arange(40 * k).view(40, k) * 5 % 256]
-    packed = byte[torch.arange(256 * k // 2).view(256, k // 2) * 3 % 256]
-    scales = byte.view(torch.float8_e4m3fn)[(torch.arange(256).view(256, 1) + torch.arange(16)) % 128][:, : k // 16]
+    e4m3 = torch.where(e4m3.float().isnan(), 0.0, e4m3.float()).to(e4m3.dtype)
+    int8 = byte.view(torch.int8)[torch.arange(40 * k).view(40, k) * 5 % 256]
+    packed = byte[torch.arange(130 * k // 2).view(130, k // 2) * 3 % 256]
+    scales = torch.zeros(130, 16).to(e4m3.dtype)
+    scales[:, : k // 16] = byte.view(e4m3.dtype)[(torch.arange(130)[:, None] + torch.arange(k // 16)) % 127]
+    scales = scales[:, : k // 16]
+    fine = pack.nibble_values(packed, "e2m1", torch.float32) * scales.float().repeat_interleave(16, 1)
+    cases = [(codes, None, None, codes.float()) for codes in (e4m3, int8)]
+    cases += [(packed, None, token, pack.nibble_values(packed, token, torch.float32)) for token in ("int4", "uint4")]
     with running_on(place) as device:
-        for first in range(0, k, 64):
-            some = x[first : first + 64].to(device)
-            for codes in (e4m3, int8):
-                out = rtkernels.decode_linear(some, codes.to(device)).cpu()
-                torch.testing.assert_close(
-                    out.float(), codes.float()[:, first : first + 64].t(), rtol=0, atol=0, equal_nan=True
-                )
-            for token in ("int4", "uint4"):
-                out = rtkernels.decode_linear(some, packed.to(device), packed=token).cpu()
-                assert torch.equal(out.float(), pack.nibble_values(packed, token)[:, first : first + 64].t())
-            rows = torch.zeros(256, 16).to(scales.dtype)
-            rows[:, : k // 16] = scales
-            out = rtkernels.decode_linear(
-                some, packed.to(device), rows.to(device)[:, : k // 16], packed="e2m1"
-            ).cpu()
-            wanted = pack.nibble_values(packed, "e2m1") * scales.float().repeat_interleave(16, 1)
-            torch.testing.assert_close(
-                out.float(), wanted[:, first : first + 64].t(), rtol=0, atol=0, equal_nan=True
-            )
-    assert len(found) == 10
+        for codes, scale, token, wanted in (*cases, (packed, scales, "e2m1", fine)):
+            given = None if scale is None else scale.to(device)
+            out = rtkernels.decode_linear(x.to(device), codes.to(device), given, packed=token).cpu()
+            assert torch.equal(out.float(), wanted[:, first : first + 64].t()), token or codes.dtype
+    assert len(found) == 5
+
+
+@emulated
+def test_codes_and_scales_that_are_not_numbers_stay_in_their_columns(found: list[Product]) -> None:
+    arguments = case("e4m3_row", 9, 40, 160)[0]
+    arguments[1][7, 3] = torch.nan
+    x, codes, scale, _ = nvfp4(9, 40, 256)
+    scale[20, 2] = torch.nan
+    with rtkernels.emulate("sm_90"):
+        out = FORWARD.call(*arguments)
+        fine = rtkernels.decode_linear(x, codes, scale, packed="e2m1")
+    assert out[:, 7].isnan().all() and out.isnan().sum() == 9
+    assert fine[:, 20].isnan().all() and fine.isnan().sum() == 9 and len(found) == 2
 
 
 @emulated
@@ -190,15 +195,16 @@ def _product(m: int, n: int, k: int, token: str, **more) -> Product:
 
 def test_what_it_does_not_compute() -> None:
     sm_90, good = targets.parse("sm_90a"), _product(16, 64, 256, "int4", scale_b=Scales(1, 128, 2, 1))
-    refused = lambda norm=False, **changed: swapped_codes_plan.unsupported(good._replace(**changed), sm_90, norm)  # noqa: E731
+    refused = lambda **changed: swapped_codes_plan.unsupported(good._replace(**changed), sm_90)  # noqa: E731
     fine = Scales(1, 16, 16, 1, token="ue4m3")
     e2m1 = {"b": Matrix("e2m1", 256), "scale_b": fine}
-    assert refused() is None and refused(norm=True) is None and refused(**e2m1) is None
+    assert refused() is None and refused(**e2m1) is None
     assert refused(scale_b=None) is None and refused(scale_b=Scales(128, 128, 2, 1)) is None
     assert "wgmma" in swapped_codes_plan.unsupported(good, targets.parse("sm_89"))
     assert "9 to 64" in refused(m=8) and "9 to 64" in refused(m=65)
     assert "activations" in refused(a=Matrix("fp16", 256)) and "weights" in refused(b=Matrix("bf16", 256))
-    assert "scales of b for 1 x 64" in refused(scale_b=Scales(1, 64, 4, 1)) and "summed" in refused(b=Matrix("int4", 64, True))
+    assert "scales of b for 1 x 64" in refused(scale_b=Scales(1, 64, 4, 1))
+    assert "summed" in refused(b=Matrix("int4", 256, True))
     assert "16 bytes" in refused(a=good.a._replace(aligned=False)) and "sums" in refused(accumulate=True)
     assert "global" in refused(global_scale=1) and refused(**e2m1, global_scale=1) is None
     assert "no such scales" in refused(**{**e2m1, "scale_b": None}) and "scales of b" in refused(b=e2m1["b"])
@@ -209,10 +215,9 @@ def test_what_it_does_not_compute() -> None:
 def test_it_is_not_chosen_before_it_ran_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, sm_90 = swapped_codes_plan.serves_step, targets.parse("sm_90a")
     product = _product(32, 4096, 4096, "int4")
-    assert not any(chosen(product, sm_90, norm) for norm in (False, True))
+    assert not chosen(product, sm_90)
     monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
-    assert all(chosen(product, sm_90, norm) for norm in (False, True))
-    assert not chosen(product._replace(m=65), sm_90, False)
+    assert chosen(product, sm_90) and not chosen(product._replace(m=65), sm_90)
 
 
 def test_how_launches_are_cut() -> None:
@@ -252,19 +257,3 @@ def test_a_chain_of_steps_in_a_graph(token: str, found: list[Product]) -> None:
 
     assert_captures(chain)
     assert found
-
-
-def emulated_coverage() -> None:
-    """Calls that launch every code of the kernel."""
-    chosen = swapped_plan.RUN_ON_GPU
-    swapped_plan.RUN_ON_GPU = True
-    Plans.forget_all()
-    try:
-        with rtkernels.emulate("sm_90"):
-            for name in ("e4m3_row", "int8_row", "int4_group"):
-                FORWARD.call(*case(name, 9, 8, 128)[0])
-            x, codes, scale, whole = nvfp4(9, 8, 256)
-            decode_linear.decode_linear(x, codes, scale, packed="e2m1", global_scale=whole)
-    finally:
-        swapped_plan.RUN_ON_GPU = chosen
-        Plans.forget_all()
