@@ -35,6 +35,12 @@ WITHOUT_RECORD = {
     "gate_silu_bwd 8192x8192g8 first",
     "gate_silu_fwd 8192x4096g32 last",
     "gate_silu_fwd 8192x8192g8 first",
+    *(
+        f"decode_linear {m}x{layer}_{kind}"
+        for m in (16, 32, 64)
+        for layer in ("4608x1536_norm_gated", "4096x14336")
+        for kind in ("bf16", "fp8", "int4", "nvfp4")
+    ),
     "delta_gates_bwd 1x8192x32x128",
     "delta_gates_fwd 1x8192x32x128",
     "gated_delta_rule_fwd 1x8192 16/32 heads of 128, raw gates",

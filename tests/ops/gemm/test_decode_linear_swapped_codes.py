@@ -97,9 +97,7 @@ def nvfp4(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
 
 @at("sm_90", "cuda")
 @pytest.mark.parametrize("size", ((9, 42, 768, 2, 1), (16, 20, 256, 1, 2), (30, 140, 288, 1, 2), (64, 70, 512, 4, 2)))
-def test_nvfp4(
-    size: tuple[int, ...], place: str, found: list[Product], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvfp4(size: tuple[int, ...], place: str, found: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
     m, n, k, *cuts = size
     cut(monkeypatch, *cuts)
     x, codes, scale, whole = nvfp4(m, n, k)
@@ -240,9 +238,7 @@ def test_a_chain_of_steps_in_a_graph(token: str, found: list[Product]) -> None:
         up, down = (torch.randint(0, 256, s, generator=g).to(torch.uint8).cuda() for s in ((8192, 512), (1024, 2048)))
         scales = [torch.rand(n, k // 128, generator=g).cuda() / 64 for n, k in ((8192, 1024), (1024, 4096))]
     else:
-        up, down = (
-            torch.randn(*s, generator=g).to(torch.float8_e4m3fn).cuda() for s in ((8192, 1024), (1024, 4096))
-        )
+        up, down = (torch.randn(*s, generator=g).to(torch.float8_e4m3fn).cuda() for s in ((8192, 1024), (1024, 4096)))
         scales = [torch.rand(n, generator=g).cuda() / 64 for n in (8192, 1024)]
     packed = "int4" if token == "int4" else None
 
