@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         }
         ptx::fence_async_shared();
         float products[TOKENS / 2];
+        float(&accumulators)[TOKENS / 2] = kFine ? sums : products;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // 64 of k, 32 of which are `block`
             u32 left[4][4];
@@ -217,22 +218,16 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
             for (auto& quad : left) ptx::wgmma_pin(quad);
             ptx::wgmma_fence();
 #pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                if constexpr (kFine) {
-                    ptx::wgmma_left<bf16, bf16>(sums, left[p], right + p * kNextKMajor, true);
-                } else {
-                    ptx::wgmma_left<bf16, bf16>(products, left[p], right + p * kNextKMajor, half != 0 || p != 0);
-                }
-            }
+            for (int p = 0; p < 4; ++p)
+                ptx::wgmma_left<bf16, bf16>(accumulators, left[p], right + p * kNextKMajor, kFine || half != 0 || p != 0);
             ptx::wgmma_commit();
             ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(accumulators);
         }
-        float scale_of[2] = {1.0f, 1.0f};
         if constexpr (!kFine) {
+            float scale_of[2] = {1.0f, 1.0f};
             const float* const scales = reinterpret_cast<const float*>(extra) + own_row;
             if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
-        }
-        if constexpr (!kFine) {
 #pragma unroll
             for (int e = 0; e < TOKENS / 2; ++e) sums[e] = fmaf(products[e], scale_of[e / 2 % 2], sums[e]);
         }
