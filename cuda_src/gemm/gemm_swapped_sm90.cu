@@ -18,34 +18,21 @@
 // Shared memory: the ring; after the loop, in its place, sums [parts][tokens of a block][kPitch] from all blocks of the
 // cluster, then with NORM their squares [parts][tokens of a block].
 #include "common/pipeline.cuh"
-#include "gemm/gemm_skinny_finish.cuh"
+#include "gemm/gemm_swapped_finish.cuh"
 #include "gemm/operand_sm90.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/prefetch.cuh"
 
 namespace rtk {
 
-// As in rtkernels/ops/gemm/swapped_plan.py.
-inline constexpr i64 kSwappedGated = 1, kSwappedAccumulate = 2, kSwappedConstant = 4, kSwappedAddLast = 8;
-
 template <int TOKENS, int CONSUMERS>
 struct SwappedShape {
-    static constexpr int kRows = 64 * CONSUMERS, kPitch = kRows + 4, kEach = kRows / 32;  // columns of a lane
+    static constexpr int kRows = 64 * CONSUMERS, kPitch = SwappedTile<CONSUMERS>::kPitch;
     static constexpr int kStageBytes = (kRows + TOKENS) * static_cast<int>(kTileRow);
     static constexpr int kBlocks = TOKENS > 64 ? 1 : 2;  // on an SM
     static constexpr int kStages = (kBlocks == 1 ? 196608 : 110592) / kStageBytes;
     static_assert(TOKENS * kPitch * 4 + TOKENS * 4 <= kStages * kStageBytes, "sums take the place of the ring");
 };
-
-// Sends a sum to the block of the cluster that finishes its token.
-RTK_DEVICE void send_sum(float* to, int owner, int parts, float value) {
-    if (parts == 1) {
-        *to = value;
-    } else {
-        ptx::st_cluster(ptx::shared_address(to), owner, value);
-    }
-}
 
 // `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).
 template <typename T, int TOKENS, int CONSUMERS, bool NORM>
@@ -56,7 +43,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
                       i64 scale_b_step, i64 parts_shift_, i64 flags, i64 types, double eps, double offset, double factor) {
     using Shape = SwappedShape<TOKENS, CONSUMERS>;
     using Operands = TypedOperands<T, T, false, false, CONSUMERS, 1, TOKENS>;
-    constexpr int kRows = Shape::kRows, kPitch = Shape::kPitch, kStages = Shape::kStages, kEach = Shape::kEach;
+    constexpr int kRows = Shape::kRows, kStages = Shape::kStages;
     constexpr int kConsumerWarps = 4 * CONSUMERS, kThreads = 128 * CONSUMERS;
     constexpr bool kPromoted = sizeof(T) == 1;
     static_assert(Operands::kStageBytes == Shape::kStageBytes, "rows of b, then tokens");
@@ -70,8 +57,8 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
     const int parts_shift = static_cast<int>(parts_shift_), parts = 1 << parts_shift;
     const int rank = parts == 1 ? 0 : ptx::cluster_rank(), tokens = static_cast<int>(m);
     const bool gated = flags & kSwappedGated, constant = flags & kSwappedConstant;
-    const int columns = gated ? kRows / 2 : kRows;
-    const i64 first_column = static_cast<i64>(static_cast<int>(blockIdx.x) >> parts_shift) * columns;
+    const SwappedTile<CONSUMERS> tile{static_cast<int>(blockIdx.x) >> parts_shift, n, gated};
+    const i64 first_column = tile.first;
     const int steps = static_cast<int>((k_bytes + kTileRow - 1) / kTileRow);
     const int begin = steps * rank >> parts_shift, end = steps * (rank + 1) >> parts_shift;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
@@ -80,9 +67,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
     if (!constant) {
         const int first_steps = min(end - begin, kStages);
         for (int i = thread; i < kRows * first_steps; i += kThreads + kWarp) {
-            const int row = i % kRows;
-            const i64 column = min(first_column + row % columns, n - 1) + (row >= columns ? n : 0);
-            ptx::prefetch_l2(b + column * b_pitch + (begin + i / kRows) * static_cast<i64>(kTileRow));
+            ptx::prefetch_l2(b + tile.existing_row(i % kRows) * b_pitch + (begin + i / kRows) * static_cast<i64>(kTileRow));
         }
         ptx::wait_for_previous();
     }
@@ -94,13 +79,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
     for (float& sum : sums) sum = 0.0f;
     constexpr int kVectors = NORM ? TOKENS * 8 / kThreads : 1;  // of a thread, of a stage's tokens
     float squares[kVectors] = {};
-    // Of this lane's columns, in the finishing part of the kernel.
-    float times[kEach], plus[kEach];
-    auto row_of = [&](int i) {
-        const int local = lane + 32 * i;
-        return first_column + local % columns + (local >= columns ? n : 0);
-    };
-    auto exists = [&](int i) { return first_column + (lane + 32 * i) % columns < n; };
+    SwappedFactors<CONSUMERS> factors;
 
     if (warp == kConsumerWarps) {
         if (lane == 0) {
@@ -126,12 +105,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
             }
         }
     } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            times[i] = 1.0f, plus[i] = 0.0f;
-            if (exists(i) && scale_b != nullptr) times[i] = scale_b[row_of(i) * scale_b_step];
-            if (exists(i) && bias != nullptr) plus[i] = skinny_load(bias, row_of(i), type(0));
-        }
+        factors.load(tile, lane, scale_b, scale_b_step, bias, type(0));
         if (constant) ptx::wait_for_previous();
         const u32 own = static_cast<u32>(warp / 4);  // 64 rows of the tile
         PipelineState<kStages> state;
@@ -201,28 +175,10 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
         }
     }
 
-    // Token `i` is finished by block i % parts. All rings of the cluster are free behind this barrier.
-    __syncwarp();
-    if (parts > 1) {
-        ptx::cluster_barrier();
-    } else {
-        __syncthreads();
-    }
-    const int own_tokens = (tokens + parts - 1) >> parts_shift;
-    float* const received_squares = received + parts * own_tokens * kPitch;
+    SwappedExchange<CONSUMERS, 1> exchange{received, tokens, parts_shift, rank};
+    exchange.barrier();  // all rings of the cluster are free behind it
     if (warp < kConsumerWarps) {
-        const int row = warp * 16 + lane / 4;
-        float* const to = received + rank * own_tokens * kPitch + row;
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int token = 8 * j + lane % 4 * 2 + c;
-                if (token >= tokens) continue;
-                float* const of_token = to + (token >> parts_shift) * kPitch;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) send_sum(of_token + 8 * r, token & (parts - 1), parts, sums[4 * j + 2 * r + c]);
-            }
+        exchange.send(sums, warp, lane);
         if constexpr (NORM) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
@@ -230,52 +186,19 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
 #pragma unroll
                 for (int lanes = 1; lanes < 8; lanes *= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
                 const int token = thread / 8 + v * (kThreads / 8);
-                if (lane % 8 == 0 && token < tokens)
-                    send_sum(received_squares + rank * own_tokens + (token >> parts_shift), token & (parts - 1), parts, square);
+                if (lane % 8 == 0 && token < tokens) exchange.send_square(token, 0, square);
             }
         }
-        __syncwarp();
     }
-    if (parts > 1) {
-        ptx::cluster_barrier();
-    } else {
-        __syncthreads();
-    }
+    exchange.barrier();
 
     const bool add_last = flags & kSwappedAddLast;
-    const SkinnyStore store = {nullptr, out, out_pitch, 0, 0, type(2), type(3), false, gated};
-    for (int local = warp; warp < kConsumerWarps && rank + (local << parts_shift) < tokens; local += kConsumerWarps) {
-        const int token = rank + (local << parts_shift);
-        float added[kEach], value[kEach];
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const bool has_add = add != nullptr && exists(i) && lane + 32 * i < columns;
-            added[i] = has_add ? skinny_load(add, token * add_pitch + row_of(i), type(1)) : 0.0f;
-        }
-        float of_token = scale_a == nullptr ? 1.0f : scale_a[token * scale_a_step];
-        if constexpr (NORM) {
-            float square = 0.0f;
-            for (int p = 0; p < parts; ++p) square += received_squares[p * own_tokens + local];
-            of_token = rsqrtf(square / static_cast<float>(k_bytes / 2) + static_cast<float>(eps));
-        }
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) value[i] = 0.0f;
-        for (int p = 0; p < parts; ++p)
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) value[i] += received[(p * own_tokens + local) * kPitch + lane + 32 * i];
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) value[i] = value[i] * of_token * times[i] + plus[i];
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            if (!exists(i) || lane + 32 * i >= columns) continue;
-            const i64 at = token * out_pitch + first_column + lane + 32 * i;
-            float v = skinny_activation(add_last ? value[i] : value[i] + added[i], store.act);
-            if (gated) v *= value[(i + kEach / 2) % kEach];
-            if (add_last) v = fmaf(v, static_cast<float>(factor), added[i]);
-            if (flags & kSwappedAccumulate) v += skinny_load(out, at, store.out_type);
-            store.write(at, v);
-        }
-    }
+    const SkinnyStore store = {add, out, out_pitch, add_pitch, type(1), type(2), type(3), (flags & kSwappedAccumulate) != 0, gated};
+    if (warp >= kConsumerWarps) return;
+    exchange.finish(tile, factors, store, warp, lane, add_last, static_cast<float>(factor), [&](int token, int local) {
+        if constexpr (NORM) return exchange.inverse_root(local, static_cast<float>(k_bytes / 2), static_cast<float>(eps));
+        return scale_a == nullptr ? 1.0f : scale_a[token * scale_a_step];
+    });
 }
 
 }  // namespace rtk

@@ -127,6 +127,7 @@ RTK_WGMMA_TYPED_OF("256", 128, "128", "129", "130")
         RTK_WGMMA_LEFT_PAIR(n, sums, e5m2, e4m3, "k32.f32.e5m2.e4m3", ", 1, 1", __VA_ARGS__)       \
         RTK_WGMMA_LEFT_PAIR(n, sums, e5m2, e5m2, "k32.f32.e5m2.e5m2", ", 1, 1", __VA_ARGS__)       \
     }
+RTK_WGMMA_LEFT_OF("16", 8, "8", "9", "10", "11", "12", "13")
 RTK_WGMMA_LEFT_OF("32", 16, "16", "17", "18", "19", "20", "21")
 RTK_WGMMA_LEFT_OF("64", 32, "32", "33", "34", "35", "36", "37")
 RTK_WGMMA_LEFT_OF("96", 48, "48", "49", "50", "51", "52", "53")

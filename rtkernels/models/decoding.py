@@ -156,13 +156,16 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> _Matrix:
             raise _Unsupported("scales of its projections are not adjacent in memory")
     elif not all(_is_linear(linear) and linear.weight.dtype == x.dtype for linear in linears):
         raise _Unsupported("a projection is neither a plain linear layer nor one with weights of codes")
-    if (codes is not None or scale is not None) and row_count(x.shape) > OWN_ROWS:
-        raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
     if codes is None:
         weight = adjacent([linear.weight for linear in linears])
         if weight is None:
             raise _Unsupported("weights of its projections are not adjacent in memory")
         codes = quantized_linears.Codes(weight, scale, None, None)
+    rows = row_count(x.shape)
+    if codes.scale is not None and rows > OWN_ROWS and not decode_linear.serves_many_codes(
+        rows, x.dtype, codes.weight, codes.scale, codes.packed, codes.global_scale
+    ):  # fmt: skip
+        raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len(biases) not in (0, len(linears)):
         raise _Unsupported("some of its projections have a bias, others have none")
@@ -197,7 +200,7 @@ def product(
     m = _matrix(x, linears)
     gated, gain, eps, offset, constant = act is not None, None, 0.0, 0.0, m.constant
     many = row_count(x.shape) > OWN_ROWS
-    if many and not decode_linear.serves_many(x, m.weight, gated, norm is not None):
+    if many and m.scale is None and not decode_linear.serves_many(x, m.weight, gated, norm is not None):
         return _by_blas(x, m.weight, m.bias, norm, act, residual, factor)
     if x.is_cuda and not many:
         reason = decode_linear.unsupported(x, m.weight, m.scale, m.packed, gated, norm is not None, m.global_scale)

@@ -38,6 +38,12 @@ WITHOUT_RECORD = {
     "decode_linear 32x6144x4096_norm_bf16",
     "decode_linear 32x12288x4096_norm_gated_bf16",
     "decode_linear 32x4096x12288_bf16",
+    *(
+        f"decode_linear {m}x{layer}_{kind}"
+        for m in (16, 32, 64)
+        for layer in ("4608x1536_norm_gated", "4096x14336")
+        for kind in ("bf16", "fp8", "int4", "nvfp4")
+    ),
     "delta_gates_bwd 1x8192x32x128",
     "delta_gates_fwd 1x8192x32x128",
     "gated_delta_rule_fwd 1x8192 16/32 heads of 128, raw gates",

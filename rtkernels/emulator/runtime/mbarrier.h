@@ -186,21 +186,21 @@ void bulk_load(void* shared, const void* global, u32 bytes, void* p) {
 }
 
 // A tensor map, as rtkernels/runtime/launch/tensor_map.py writes it: the tensor and the bytes from its start to the
-// first element, bytes of an element, dimensions, swizzled or not; then 5 words each of sizes, strides in bytes, and
+// first element, bytes of an element, dimensions, swizzle (0, 64 bytes, or 1: 128); then 5 words each of sizes, strides in bytes, and
 // sizes of the box.
 struct Box {
     static constexpr u32 kMapWords = 20;
     u8* first;
     const long long *sizes, *strides, *box;
     u32 rank, row_bytes, rows, element;
-    bool swizzled;
+    u64 swizzle;  // vectors of 16 bytes that change places, less one
 
     Box(const long long* map, u32 coordinates, void* pc) : Box(checked(map, coordinates, pc)) {}
 
     explicit Box(const long long* map)
         : first(reinterpret_cast<u8*>(map[0]) + map[1]), sizes(map + 5), strides(map + 10), box(map + 15),
           rank(static_cast<u32>(map[3])), row_bytes(static_cast<u32>(map[15] * map[2])), rows(1),
-          element(static_cast<u32>(map[2])), swizzled(map[4] != 0) {
+          element(static_cast<u32>(map[2])), swizzle(map[4] == 0 ? 0 : map[4] == 64 ? 3 : 7) {
         for (u32 d = 1; d < rank; ++d) rows *= static_cast<u32>(box[d]);
     }
 
@@ -230,7 +230,7 @@ struct Box {
                 const long long left = (sizes[0] - column) * element, bytes = left < 16 ? left : 16;
                 if (column < 0 || bytes <= 0) continue;
                 u64 to = reinterpret_cast<u64>(shared) + row * row_bytes + b;
-                if (swizzled) to ^= (to >> 7 & 7) << 4;
+                to ^= (to >> 7 & swizzle) << 4;
                 f(static_cast<u32>(to - reinterpret_cast<u64>(shared)), start + column * element, static_cast<u32>(bytes));
             }
         }
@@ -243,7 +243,7 @@ void tensor_load(void* shared, const long long* map, void* p, const int* at, u32
     const u32 bytes = box.bytes();
     barrier_of_copy(p);
     require_shared(shared, bytes, true, "target of a box that is not in shared memory", pc);
-    if (reinterpret_cast<u64>(shared) % (box.swizzled ? 1024 : 128) != 0)
+    if (reinterpret_cast<u64>(shared) % (box.swizzle != 0 ? 1024 : 128) != 0)
         report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in shared memory");
     if (at[0] * static_cast<long long>(box.element) % 16 != 0)  // of a box that is read; an H200 refuses it
         report(kMisaligned, bytes, true, -1, 0, pc, "place of a box in its tensor: the first coordinate, in bytes");

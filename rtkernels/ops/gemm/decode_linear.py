@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
-from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference, swapped_plan
+from rtkernels.ops.gemm import checks, chunk_plan, decode_plan, reference, swapped_codes_plan, swapped_plan
 from rtkernels.ops.gemm.checks import TOKENS, Operand
 from rtkernels.ops.gemm.product import Product
 from rtkernels.runtime.call.public import public
@@ -121,6 +121,8 @@ def _plan(call: DecodeLinear, device: int) -> Steps:
     p, info, norm = _describe(call).product, device_info(device), call.norm_weight is not None
     if swapped_plan.serves_step(p, info.target, norm):
         return swapped_plan.launches(p, device, norm=norm, constant=call.constant, add_last=True)
+    if swapped_codes_plan.serves_step(p, info.target):
+        return swapped_codes_plan.launches(p, device, norm=norm, constant=call.constant)
     if chunk_plan.unsupported(p, info.target) is None:
         return chunk_plan.launches(p, device, norm, call.constant)
     if decode_plan.unsupported(_without_add(p), info.target, info.sm_count, norm) is not None:
@@ -181,6 +183,18 @@ def serves_many(a: Tensor, b: Tensor, gated: bool, norm: bool) -> bool:
     return swapped_plan.serves_step(_describe(call).product, device_info(a.get_device()).target, norm)
 
 
+def serves_many_codes(
+    rows: int, dtype: torch.dtype, b: Tensor, scale_b: Tensor | None, packed: str | None, global_scale: Tensor | None
+) -> bool:  # fmt: skip
+    """Return the same for weights of codes and so many dense rows of a; a gate and a norm make no difference."""
+    if not swapped_plan.RUN_ON_GPU or level() or not b.is_cuda:
+        return False
+    k = b.shape[1] * (1 if packed is None else 2)
+    a = Meta(dtype, (rows, k), (k, 1), b.get_device(), 0)
+    call = DecodeLinear(a, *map(meta_of, (b, scale_b)), *(None,) * 3, meta_of(global_scale), packed, None, False, False)
+    return swapped_codes_plan.serves_step(_describe(call).product, device_info(b.get_device()).target)
+
+
 @public(
     options={"packed": Among((None, "int4", "uint4", "e2m1"), "'int4', 'uint4', 'e2m1' or None")},
     no_gradients="a b scale_b bias norm_weight add global_scale",
@@ -234,6 +248,6 @@ def decode_linear(
 OP = Op(
     "decode_linear",
     public=("decode_linear",),
-    kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS),
+    kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS, *swapped_codes_plan.KERNELS),
     torch_ops=(FORWARD,),
 )

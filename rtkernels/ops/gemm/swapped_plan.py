@@ -30,8 +30,8 @@ RUN_ON_GPU = Untried("steps by gemm_swapped_sm90")
 _ROW = 128  # bytes of k in a stage, of every row
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster
 _RINGS = {1: 196608, 2: 110592}  # bytes of stages, by the blocks that an SM holds
-_TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
-_ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
+TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
+ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _ACCUMULATE, _CONSTANT, _ADD_LAST = 1, 2, 4, 8
 
 # Clock cycles of an H200: constants of `tile_choice` where the parts are the same.
@@ -123,7 +123,7 @@ def unsupported(product: Product, target: Target, norm: bool = False) -> str | N
         return "rows of a norm's weight are no multiples of 16 bytes"
     if not 0 < p.k * BYTES[p.a.token] < 1 << 24 or p.n >= 1 << 24:
         return "more steps than a launch counts, or none"
-    if p.out.token not in _TYPES:
+    if p.out.token not in TYPES:
         return f"no results of type {p.out.token}"
     for name, scales in (("a", p.scale_a), ("b", p.scale_b)):
         if scales is not None and not scales.of_rows(p.k):
@@ -137,15 +137,34 @@ def _steps_of(p: Product) -> int:
 
 def cycles(p: Product, shape: Shape, sms: int) -> float:
     """Return how long a product takes."""
-    blocks, steps = shape.tiles(p) * shape.parts, -(-_steps_of(p) // shape.parts)
+    steps = -(-_steps_of(p) // shape.parts)
     size = int(BYTES[p.b.token])
     of_tokens, of_weights = loads(p.a.pitch * size), loads(p.b.pitch * size)
     weights = p.n * (2 if p.gate else 1) * p.k * size
-    memory = weights * of_weights / min(_DELIVERED, _OF_AN_SM * min(blocks, sms))
+    loaded = shape.rows * of_weights + shape.tokens * of_tokens
+    return launch_cycles(p, shape, sms, weights * of_weights, steps, loaded, _STEP)
+
+
+def launch_cycles(
+    p: Product, shape: Shape, sms: int, weights: float, steps: int, loaded: float, step: int, products: int = 0
+) -> float:  # fmt: skip
+    """Return how long a launch takes.
+
+    Args:
+        p: The product.
+        shape: How the launch is cut.
+        sms: SMs of the device.
+        weights: Bytes of weights that memory delivers.
+        steps: Steps of a block.
+        loaded: What L2 delivers to a block in a step, in units of 128 bytes.
+        step: Cycles of a step, at least.
+        products: Cycles that the tensor cores of an SM take for a step of all of its blocks, at least.
+    """
+    blocks = shape.tiles(p) * shape.parts
+    memory = weights / min(_DELIVERED, _OF_AN_SM * min(blocks, sms))
     of_sm = -(-blocks // sms)  # blocks of the busiest SM, which share what it loads
     rounds = -(-of_sm // shape.blocks_of_sm)
-    loading = of_sm * steps * (shape.rows * of_weights + shape.tokens * of_tokens) * _LOADED
-    work = max(loading, rounds * steps * _STEP, memory)
+    work = max(of_sm * steps * loaded * _LOADED, rounds * steps * step, steps * products, memory)
     results = shape.rows * p.m / (shape.parts * shape.consumers * 128)  # of a thread
     return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results)
 
@@ -229,7 +248,7 @@ def launches(
         _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * (constant and bool(RUN_ON_GPU))
         + _ADD_LAST * add_last
     )  # fmt: skip
-    types = _TYPES.get(p.bias, 0), _TYPES.get(p.add, 0), _TYPES[p.out.token], _ACTS[p.gate or p.act]
+    types = TYPES.get(p.bias, 0), TYPES.get(p.add, 0), TYPES[p.out.token], ACTS[p.gate or p.act]
     scale_steps = [s.row_pitch if s is not None and s.rows else 0 for s in (p.scale_a, p.scale_b)]
     launch = KERNEL.bind(
         (p.a.token, shape.tokens, shape.consumers, norm), device, shape.tiles(p) * shape.parts,

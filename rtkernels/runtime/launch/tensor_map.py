@@ -21,7 +21,7 @@ Words = tuple[int, ...]
 _BYTES = 128
 _ALIGNMENT = 64
 _TYPES = {"byte": (0, 1), "fp16": (6, 2), "fp32": (7, 4), "bf16": (9, 2)}  # CUtensorMapDataType, bytes
-_SWIZZLE = {False: 0, True: 3}  # no swizzle, or 128 bytes
+_SWIZZLE = {False: 0, 64: 2, True: 3}  # no swizzle, 64 bytes, or 128
 _PROMOTION = {False: 0, True: 3}  # of L2 reads to 256 bytes
 _SECTOR = 32  # bytes of L2
 _MAPS = 256  # cached maps
@@ -42,7 +42,7 @@ class TensorMap:
 class EmulatedMap:
     """A map for the emulator: a table of words (``emulator/runtime/mbarrier.h``), the first one the tensor."""
 
-    def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> None:
+    def __init__(self, address: Any, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool | int) -> None:
         from rtkernels.emulator import points_to
 
         if problem := _refused(int(address), size, sizes, strides, box, swizzle):
@@ -59,7 +59,7 @@ class EmulatedMap:
         points_to(self.table, {0: address.tensor})
 
 
-def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool) -> str:
+def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, swizzle: bool | int) -> str:
     """Return which rule of cuTensorMapEncodeTiled a map breaks, or ""."""
     rank = len(sizes)
     if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
@@ -72,7 +72,8 @@ def _refused(address: int, size: int, sizes: Words, strides: Words, box: Words, 
         return f"a stride of {bad[0]} bytes; multiples of 16 below 2**40"
     if bad := [n for n in box if not 1 <= n <= 256]:
         return f"a box of {bad[0]} elements; 1 to 256"
-    if box[0] * size % 16 or (swizzle and box[0] * size > 128):
+    widest = 128 if swizzle is True else int(swizzle)
+    if box[0] * size % 16 or (swizzle and box[0] * size > widest):
         return f"a box of {box[0] * size} bytes in the first dimension; a multiple of 16, and at most 128 with swizzle"
     return ""
 
@@ -83,7 +84,7 @@ def tiled_map(
     sizes: Words,
     strides: Words,
     box: Words,
-    swizzle: bool = True,
+    swizzle: bool | int = True,
     promote: bool = True,
 ) -> TensorMap | EmulatedMap:
     """Return the map of a tensor for TMA copies of boxes.
@@ -93,8 +94,8 @@ def tiled_map(
         token: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"byte"``.
         sizes: Elements in each dimension, the contiguous one first; elements outside are read as 0 and not written.
         strides: Strides in bytes of all dimensions but the first; multiples of 16.
-        box: Elements of a box in each dimension, at most 256, and at most 128 bytes in the first with `swizzle`.
-        swizzle: Swizzle by 128 bytes in shared memory; otherwise rows are contiguous there.
+        box: Elements of a box in each dimension, at most 256, and at most `swizzle` bytes in the first.
+        swizzle: Swizzle by 128 bytes in shared memory, or by 64; False leaves rows contiguous there.
         promote: Let L2 fetch 256 bytes per miss, unless rows begin inside of sectors, which then takes longer (on an
             H200, a product of 4096 x 4096 x 1000 in bf16 takes 75 us instead of 66).
 
@@ -109,7 +110,7 @@ def tiled_map(
 
 @lru_cache(maxsize=_MAPS)
 def _encoded_map(
-    address: int, token: str, sizes: Words, strides: Words, box: Words, swizzle: bool, promote: bool
+    address: int, token: str, sizes: Words, strides: Words, box: Words, swizzle: bool | int, promote: bool
 ) -> TensorMap:
     encoded, rank = TensorMap(), len(sizes)
     arrays = (

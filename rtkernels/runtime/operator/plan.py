@@ -60,7 +60,7 @@ class Boxes(NamedTuple):
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    swizzle: bool = True
+    swizzle: bool | int = True
     promote: bool = True
     offset: int = 0  # bytes from the tensor's first element
 
