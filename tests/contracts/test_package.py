@@ -117,8 +117,10 @@ def test_no_source_mentions_a_toolkit_include_path():
 
 def test_no_assert_guards_user_input():
     for path in (ROOT / "rtkernels").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^[^#\n]*\bassert\b", text, re.MULTILINE):  # the others need not be parsed
+            nodes = ast.walk(ast.parse(text))
+            assert not [node.lineno for node in nodes if isinstance(node, ast.Assert)], path
 
 
 # ---- wheel and sdist -------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ _MARKS = re.compile(r"^(#+|//+|/\*+)|^[ \t]*(#+|//+|\*+)(?= )", re.MULTILINE)
 _NEITHER = re.compile(r"\S[^\n]*")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_PATTERNS = {phrase: re.compile(p.replace(" ", r"\s+"), re.IGNORECASE) for phrase, p in PHRASES.items()}
+_PATTERNS = {phrase: re.compile(p.replace(" ", r"\s+")) for phrase, p in PHRASES.items()}  # of lower-case text
 
 
 class Hit(NamedTuple):
@@ -146,9 +146,10 @@ def hits_of(path: Path) -> Iterator[Hit]:
         return
     text = path.read_text(encoding="utf-8")
     words = prose(path, text)
+    lower = "".join(c.lower() if c.isascii() else c for c in words) if not words.isascii() else words.lower()
     for phrase, pattern in _PATTERNS.items():
-        for match in pattern.finditer(words):
-            yield Hit(directory, phrase, f"{name}:{_line(words, match.start())}: {' '.join(match[0].split())}")
+        for match in pattern.finditer(lower):
+            yield Hit(directory, phrase, f"{name}:{_line(words, match.start())}: {' '.join(words[slice(*match.span())].split())}")
     if path.suffix == ".md":
         return
     in_code = name.startswith(("rtkernels/", "cuda_src/", "bench/"))
