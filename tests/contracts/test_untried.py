@@ -32,7 +32,8 @@ def test_a_trial_has_tests_for_a_gpu_that_turn_it_on(trial: Trial) -> None:
         marks = [ast.unparse(mark) for mark in functions[name].decorator_list]
         assert "pytest.mark.gpu" in marks or any(re.match(r"at\(\)|at\(.*'cuda'", mark) for mark in marks), test
         own = ast.unparse(functions[name])
-        helpers = [ast.unparse(other) for helper, other in functions.items() if f"{helper}()" in own]
+        fixtures = {argument.arg for argument in functions[name].args.args}
+        helpers = [ast.unparse(f) for helper, f in functions.items() if f"{helper}()" in own or helper in fixtures]
         assert any(".chosen()" in text for text in (own, *helpers)), f"{test} does not turn the switch on"
 
 

@@ -149,7 +149,8 @@ def hits_of(path: Path) -> Iterator[Hit]:
     lower = "".join(c.lower() if c.isascii() else c for c in words) if not words.isascii() else words.lower()
     for phrase, pattern in _PATTERNS.items():
         for match in pattern.finditer(lower):
-            yield Hit(directory, phrase, f"{name}:{_line(words, match.start())}: {' '.join(words[slice(*match.span())].split())}")
+            found = " ".join(words[match.start() : match.end()].split())
+            yield Hit(directory, phrase, f"{name}:{_line(words, match.start())}: {found}")
     if path.suffix == ".md":
         return
     in_code = name.startswith(("rtkernels/", "cuda_src/", "bench/"))

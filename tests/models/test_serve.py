@@ -21,8 +21,7 @@ from support.tiny_models import build, tokens
 from rtkernels.models import decoding
 from rtkernels.models.served import ServedExperts, ServedLinear
 from rtkernels.nn.quantized_linear import QuantizedLinear
-from rtkernels.ops.gemm import decode_linear, swapped_codes_plan, swapped_plan
-from rtkernels.runtime.launch.plans import Plans
+from rtkernels.ops.gemm import decode_linear, swapped_codes_plan
 
 pytestmark = pytest.mark.one_in(3)  # whole models: a second each
 
@@ -200,7 +199,6 @@ def test_many_rows_where_a_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_many_rows_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine rows by the kernel of ``swapped_codes_plan``."""
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
     monkeypatch.setattr(decoding.decode_linear, "serves_many_codes", lambda *given: True)
     model, ids = model_of("qwen3", num_hidden_layers=1), tokens(9, 5)
     models.serve(model, weights="int4")
@@ -210,25 +208,21 @@ def test_many_rows_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     program.prepare()
     found, own = [], swapped_codes_plan.launches
     monkeypatch.setattr(swapped_codes_plan, "launches", lambda *p, **options: found.append(p) or own(*p, **options))
-    Plans.forget_all()
-    with torch.no_grad(), rtkernels.emulate("sm_90"):
+    with torch.no_grad(), rtkernels.emulate("sm_90"), swapped_codes_plan.RUN_ON_GPU.chosen():
         got = program.logits(model).double()
-    Plans.forget_all()
     assert error(got, wanted) < 0.01 and len(found) == 4
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ("int4", "nvfp4", "fp8"))
-def test_many_rows_on_a_gpu(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_on_a_gpu(weights: str) -> None:
     model, ids = models.serve(model_of("qwen3"), weights=weights).cuda(), tokens(16, 9).cuda()
     exact = logits(dequantized(model), ids)[:, -1]
     before = error(logits(model, ids)[:, -1], exact)
     report = models.patch(model, attention=True, fused_layers=True)
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
-    Plans.forget_all()
-    assert error(_step(model, ids), exact) <= 1.5 * before
+    with swapped_codes_plan.RUN_ON_GPU.chosen():
+        assert error(_step(model, ids), exact) <= 1.5 * before
     assert set(report.in_steps.values()) == {None}
-    Plans.forget_all()
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ from support.places import at, emulated
 
 import rtkernels
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan, swapped_plan
+from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan, swapped_codes_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.ops.quant import pack
 from rtkernels.runtime import targets
-from rtkernels.runtime.launch.plans import Plans
 
 F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FORMATS = {
@@ -358,7 +357,5 @@ def emulated_coverage() -> None:
             for m in (1, 8):
                 x, codes, scale, whole = _nvfp4(m, 8, 256)
                 rtkernels.decode_linear(x, codes, scale, packed="e2m1", global_scale=whole)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(swapped_plan, "RUN_ON_GPU", True)
+            with swapped_codes_plan.RUN_ON_GPU.chosen():
                 FORWARD.call(*case("int4_group", 17, 8, 128)[0])
-                Plans.forget_all()

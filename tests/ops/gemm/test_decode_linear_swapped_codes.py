@@ -12,7 +12,7 @@ from support.inference import assert_captures
 from support.places import at, emulated
 
 import rtkernels
-from rtkernels.ops.gemm import swapped_codes_plan, swapped_plan
+from rtkernels.ops.gemm import swapped_codes_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product, Scales
 from rtkernels.ops.quant import pack
@@ -33,11 +33,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Product]]:
         products.append(p)
         return own(p, *given, **options)
 
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
     monkeypatch.setattr(swapped_codes_plan, "launches", launches)
-    Plans.forget_all()
-    yield products
-    Plans.forget_all()
+    with swapped_codes_plan.RUN_ON_GPU.chosen():
+        yield products
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, parts: int, consumers: int) -> None:
@@ -210,12 +208,12 @@ def test_what_it_does_not_compute() -> None:
     assert "steps" in refused(k=0) and "results" in refused(out=Matrix("int32", 64))
 
 
-def test_it_is_not_chosen_before_it_ran_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_chosen_before_it_ran_on_a_gpu() -> None:
     chosen, sm_90 = swapped_codes_plan.serves_step, targets.parse("sm_90a")
     product = _product(32, 4096, 4096, "int4")
     assert not chosen(product, sm_90)
-    monkeypatch.setattr(swapped_plan, "RUN_ON_GPU", True)
-    assert chosen(product, sm_90) and not chosen(product._replace(m=65), sm_90)
+    with swapped_codes_plan.RUN_ON_GPU.chosen():
+        assert chosen(product, sm_90) and not chosen(product._replace(m=65), sm_90)
 
 
 def test_how_launches_are_cut() -> None:
