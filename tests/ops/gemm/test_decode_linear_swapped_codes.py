@@ -217,10 +217,10 @@ def test_it_is_not_chosen_before_it_ran_on_a_gpu() -> None:
 
 
 def test_how_launches_are_cut() -> None:
-    """On 132 SMs: tiles of 128 rows, unless 16 tokens leave SMs idle; blocks share k where there are few tiles."""
+    """On 132 SMs: small tiles for few tokens; blocks share k where there are few tiles, or uneven rounds of them."""
     for product, tiles, parts in (
         (_product(16, 1536, 1536, "int4"), 24, 4), (_product(64, 1536, 1536, "int4"), 12, 4),
-        (_product(64, 14336, 4096, "int4", gate="silu"), 224, 1), (_product(32, 4096, 14336, "e4m3"), 32, 8),
+        (_product(64, 14336, 4096, "int4", gate="silu"), 224, 4), (_product(32, 4096, 14336, "e4m3"), 32, 2),
     ):  # fmt: skip
         shape = swapped_codes_plan.shape_of(product, 132)
         assert (shape.tiles(product), shape.parts) == (tiles, parts), shape
