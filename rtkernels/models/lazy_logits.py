@@ -7,7 +7,6 @@ computes the logits once and continues with a tensor.
 
 from __future__ import annotations
 
-import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -70,8 +69,8 @@ class LazyLogits(Lazy):
     def _then(self, name: str, value: Any = None) -> Any:
         if self._result is not None:
             return _applied(self.tensor(), name, value)
-        result = copy.copy(self)
-        result.steps = (*self.steps, (name, value))
+        result = object.__new__(LazyLogits)  # of the same call, where autograd and autocast may have been others
+        result.__dict__ |= {**self.__dict__, "steps": (*self.steps, (name, value))}
         return result
 
     def __mul__(self, other: Any) -> Any:
