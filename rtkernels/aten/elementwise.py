@@ -334,6 +334,8 @@ def rounded(value: Number, dtype: torch.dtype) -> float:
         return value
     form = "<e" if dtype == torch.float16 else "<f"
     try:
+        if type(value) is int:
+            value = float(value)  # packing a large one as float16 raises another error
         (result,) = struct.unpack(form, struct.pack(form, value))
     except OverflowError:
         return math.inf if value > 0 else -math.inf

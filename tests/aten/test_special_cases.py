@@ -290,3 +290,12 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
     want = [1.0 / square, x.float() ** torch.tensor(1.1, dtype=dtype).float(), square * x.float()]
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@emulated
+@pytest.mark.parametrize("number", (65519, 65520, -100000, 2**62))
+def test_integers_beyond_float16(number: int) -> None:
+    x = torch.tensor([65504.0, -65504.0, INF, -INF, NAN, 1.0], dtype=torch.float16)
+    _same(lambda: torch.eq(x, number), "eq")
+    _same(lambda: torch.lt(x, number), "lt")
+    _same(lambda: torch.fmod(x, number), "fmod")
