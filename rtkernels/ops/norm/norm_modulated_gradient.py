@@ -23,7 +23,7 @@ from rtkernels.runtime.layout import row_count
 from rtkernels.runtime.operator.autograd import applied, constant, detached, once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
-_NAMES = "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift"
+_NAMES = "x", "residual", "gate", "bias", "weight", "norm_bias", "scale", "shift", "channel_scale"
 
 
 def _new(like: Tensor) -> Tensor:
@@ -118,10 +118,13 @@ class _Modulated(torch.autograd.Function):
         dsum = dsum if ctx.changed else None
         wanted = dict(zip(_NAMES, ctx.needs_input_grad, strict=False))
         found: dict[str, Tensor | None] = dict.fromkeys(wanted)
+        if dy is not None and wanted["channel_scale"]:
+            y, _ = _run(h, _Operands(None, None, None, weight, norm_bias, scale, shift), eps, offset, centred)
+            found["channel_scale"] = summed(combine(y, _new(y), mul0=dy).reshape(-1, y.shape[-1]), channel_scale)
         if dy is not None and not (wanted["weight"] or wanted["norm_bias"]):
             _in_one_launch(wanted, found, dy, dsum, x, h, gate, bias, weight, norm_bias, scale, shift, channel_scale,
                            ctx.numbers)  # fmt: skip
-            return (*(found[name] if need else None for name, need in wanted.items()), None, None, None, None)
+            return (*(found[name] if need else None for name, need in wanted.items()), None, None, None)
         dh = dsum
         if dy is not None:
             factors = None if channel_scale is None else channel_scale.reshape(1, -1)
@@ -147,7 +150,7 @@ class _Modulated(torch.autograd.Function):
             if wanted["gate"]:
                 added = None if bias is None else bias.reshape(1, -1)
                 found["gate"] = _to_rows(combine(x, _new(h), add0=added, mul0=dh), gate)
-        return (*(found[name] if need else None for name, need in wanted.items()), None, None, None, None)
+        return (*(found[name] if need else None for name, need in wanted.items()), None, None, None)
 
 
 _apply = applied(_Modulated)

@@ -126,7 +126,7 @@ def rms_norm(
     the data). The steps are, in this order: ``h = residual + gate * (x + bias)``, rounded and stored; the statistics of
     the rounded h; the weight; ``* (1 + scale) + shift``; ``* channel_scale``; quantisation. If there is more than one
     result, they are returned as a :class:`rtkernels.NormOut`. Without quant, out and residual_out, the call is
-    differentiable in all tensors but channel_scale.
+    differentiable in all tensors.
     """
     # In a condition, `is not None` is one jump; a chain of `is` takes three times the instructions.
     if (

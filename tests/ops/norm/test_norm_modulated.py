@@ -185,9 +185,9 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
     leaf = [normal(2, 3, 16, **fp32) for _ in range(2)] + [normal(*shape, **fp32) for _ in range(3)]
     leaf += [normal(16, **fp32) for _ in range(3)]
     x, residual, gate, scale, shift, weight, bias, x_bias = (t.requires_grad_() for t in leaf)
-    factors = torch.linspace(0.5, 2, 16)
+    factors = torch.linspace(0.5, 2, 16).requires_grad_()
     common = {"residual": residual, "gate": gate, "scale": scale, "shift": shift, "channel_scale": factors}
-    wanted = [x, residual, gate, scale, shift, weight, x_bias] + [bias] * centred
+    wanted = [x, residual, gate, scale, shift, weight, x_bias, factors] + [bias] * centred
     h = residual + gate * (x + x_bias)
     a = F.layer_norm(h, (16,), weight, bias, 1e-5) if centred else F.rms_norm(h, (16,), weight, 1e-5)
     y = (a * (1 + scale) + shift) * factors
@@ -201,6 +201,20 @@ def test_gradients(centred: bool, shape: tuple[int, ...]) -> None:
         torch.autograd.grad((y, h), wanted, (dy, dh)), strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+
+
+@EVERYWHERE
+def test_the_gradient_of_channel_scale_alone(where: str) -> None:
+    x, shift, factors, dy = normal(6, 18), normal(6, 18), normal(18, dtype=torch.float32), normal(6, 18)
+
+    def gradient(x: Tensor, shift: Tensor, factors: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        own = factors.detach().requires_grad_()
+        return torch.autograd.grad(rms_norm(x, eps=1e-5, shift=shift, channel_scale=own), own, dy)
+
+    (got,) = results(gradient, where, x, shift, factors, dy)
+    y = F.rms_norm(x.double(), (18,), eps=1e-5) + shift.double()
+    exact = (y * dy.double()).sum(0)
+    assert (got.double() - exact).abs().max() < 2.0**-6 * exact.abs().max()
 
 
 @EVERYWHERE
