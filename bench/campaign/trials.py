@@ -1,4 +1,4 @@
-"""What ``rtkernels.runtime.untried`` keeps from being chosen: the tests that run it on a GPU, and rows that time it."""
+"""What ``rtkernels.runtime.launch.untried`` keeps from being chosen: tests that run it on a GPU, rows that time it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from bench.rows.row import Row
-from rtkernels.runtime.untried import Untried
+from rtkernels.runtime.launch.untried import Untried
 
 
 class Trial(NamedTuple):

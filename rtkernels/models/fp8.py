@@ -31,7 +31,7 @@ from rtkernels.models.fp8_products import Codes
 from rtkernels.models.lazy_norm import LazyNorm
 from rtkernels.models.merged import has_watched_child, is_plain, is_watched
 from rtkernels.models.recognize import NotRecognized, Recognized, autocasts, norm_weight
-from rtkernels.models.reuse import glu_gradient, is_held, is_private, may_hand_on, norm_and_input, stand_in
+from rtkernels.models.reuse import glu_gradient, is_private, kept_by_hooks, may_hand_on, norm_and_input, stand_in
 from rtkernels.nn.fp8_experts import E4M3, experts, group_ends, weight_codes
 from rtkernels.nn.fp8_linear import KeepsCodes, main_grad_of
 from rtkernels.ops.act import glu
@@ -165,7 +165,7 @@ def glu_codes(gate: Tensor, up: Tensor | None, act: str, private: bool = False) 
 
 def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, recipe: Recipe) -> Tensor | None:
     """Return the result of a gated MLP computed as one autograd node; None if that is not possible."""
-    if is_dynamo_compiling() or is_held():
+    if is_dynamo_compiling() or kept_by_hooks():
         return None
     gate, up, down = (mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj"))
     shape = getattr(x, "shape", ())

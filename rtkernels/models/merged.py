@@ -49,7 +49,7 @@ def _put_together(parameters: Sequence[Tensor]) -> None:
             return
         if p.untyped_storage().nbytes() != p.numel() * p.element_size():  # a part of a flat parameter
             return
-        if (p.device.type == "cpu" and p.is_shared()) or _is_held(p):
+        if (p.device.type == "cpu" and p.is_shared()) or _is_shared(p):
             return
     block = torch.cat([p.detach() for p in parameters])
     start = 0
@@ -58,13 +58,13 @@ def _put_together(parameters: Sequence[Tensor]) -> None:
         start += p.shape[0]
 
 
-def _is_held(p: Tensor) -> bool:
+def _is_shared(p: Tensor) -> bool:
     """Return True if another tensor has the memory of a parameter."""
 
-    def held() -> bool:
+    def shared() -> bool:
         return storage_uses(p.untyped_storage()._cdata) > 2  # by the parameter and by the storage asked for here
 
-    return held() and (gc.collect() < 0 or held())  # what loaded the weights may have left tensors in cycles
+    return shared() and (gc.collect() < 0 or shared())  # what loaded the weights may have left tensors in cycles
 
 
 def adjacent(weights: Sequence[Tensor]) -> Tensor | None:

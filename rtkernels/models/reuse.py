@@ -50,7 +50,7 @@ def free(*tensors: Tensor) -> None:
                 storage.resize_(0)
 
 
-def is_held() -> bool:
+def kept_by_hooks() -> bool:
     """Return True if tensors that are saved now go to hooks of somebody who may read them again later.
 
     Those of checkpointing do not: they compute the tensors again for one backward pass.
@@ -140,7 +140,7 @@ def project(linear: nn.Module, x: Tensor) -> Tensor:
     """Return ``linear(x)`` of an x that the caller computed and that nothing else uses."""
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not is_plain(linear) or linear.bias is not None:
         return linear(x)
-    if is_held():
+    if kept_by_hooks():
         return linear(x)
     if type(x) not in TENSOR_TYPES or x.dtype != linear.weight.dtype or not x.requires_grad or autocasts(x):
         return linear(x)

@@ -21,7 +21,7 @@ from bench.campaign import command, parts, plugin, selection, trials
 from bench.campaign.parts import Part
 from bench.measure import warm
 from bench.report import accepted, records
-from rtkernels.runtime.untried import Untried
+from rtkernels.runtime.launch.untried import Untried
 
 ROOT = meta.ROOT
 
@@ -309,7 +309,7 @@ def test_commands_of_the_parts(tmp_path: Path) -> None:
     assert list(found) == ["tests", "trials", "rows", "sweep", "e2e"]
     assert [name for name, part in found.items() if not part.measures] == ["tests"]
     assert plan.tests == [test for trial in trials.TRIALS for test in trial.tests]
-    assert plan.pytest()[-2:] == [trial.tests[0].partition("::")[0] for trial in trials.TRIALS]
+    assert plan.pytest()[-len(trials.TRIALS) :] == [trial.tests[0].partition("::")[0] for trial in trials.TRIALS]
     for part in (found["rows"], found["sweep"]):  # which parse
         args = cli.parser().parse_args(part.command(100.0)[4:])
         assert args.seconds == 85.0 and args.out.parent == tmp_path

@@ -11,8 +11,8 @@ import pytest
 from bench.campaign.trials import TRIALS, WITH, Trial, rows
 from bench.rows import all_rows
 from rtkernels.runtime.launch.plans import Plans
+from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator import registry
-from rtkernels.runtime.untried import Untried
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,9 @@ from rtkernels.ops.attention.mma_plan import stride_arguments
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Step
-from rtkernels.runtime.untried import Untried
 
 # As in gated_delta_rule_sm90.cuh.
 _BOX = 64 * 128  # bytes of 64 rows and columns

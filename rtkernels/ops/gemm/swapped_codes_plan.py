@@ -10,9 +10,9 @@ from rtkernels.ops.gemm.product import BYTES, Product, Scales
 from rtkernels.ops.gemm.swapped_plan import ACTS, TYPES, Shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
-from rtkernels.runtime.untried import Untried
 
 MIN_ROWS, MAX_ROWS = 9, 64
 RUN_ON_GPU = Untried("steps by gemm_swapped_codes_sm90")

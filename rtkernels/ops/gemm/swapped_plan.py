@@ -14,9 +14,9 @@ from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product
 from rtkernels.ops.gemm.tile_choice import loads
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
+from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
-from rtkernels.runtime.untried import Untried
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
