@@ -38,13 +38,13 @@ def is_good(result: Any, place: Any) -> bool:
     return result is not None and (now is None or now == place)
 
 
-_APPLY = Function.apply.__func__.__code__
+_APPLY = getattr(getattr(Function.apply, "__func__", None), "__code__", None)  # None from torch 2.15 on: it is C++
 
 
 def is_inside_of_function() -> bool:
     """Return True inside the forward of an autograd Function; a Function that calls modules is a checkpoint.
 
-    Other code that reads without gradients, such as a metric or the indexer of a sparse attention, needs no gradient.
+    Code elsewhere that reads without gradients, such as a metric or the indexer of a sparse attention, needs none.
     """
     frame = sys._getframe(1)
     while frame is not None:

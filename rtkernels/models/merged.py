@@ -8,6 +8,7 @@ gradient is always one product.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,13 +59,22 @@ def _put_together(parameters: Sequence[Tensor]) -> None:
         start += p.shape[0]
 
 
+_BETWEEN_SECONDS = 60.0  # between collections of a process: each takes as long as it has objects
+_collected = [-_BETWEEN_SECONDS]
+
+
 def _is_shared(p: Tensor) -> bool:
     """Return True if another tensor has the memory of a parameter."""
 
     def shared() -> bool:
         return storage_uses(p.untyped_storage()._cdata) > 2  # by the parameter and by the storage asked for here
 
-    return shared() and (gc.collect() < 0 or shared())  # what loaded the weights may have left tensors in cycles
+    if not shared():
+        return False
+    if (now := time.monotonic()) - _collected[0] > _BETWEEN_SECONDS:  # what loaded the weights may have left cycles
+        gc.collect()
+        _collected[0] = now
+    return shared()
 
 
 def adjacent(weights: Sequence[Tensor]) -> Tensor | None:

@@ -61,8 +61,17 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
         del module.__dict__["forward"]
 
 
+_PROVED_WITH = "_rtkernels_proved_with"
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    """Return the names of attributes and children that a module had when its forward was replaced."""
+    return frozenset(name for name in (*module.__dict__, *module._modules) if not name.startswith("_"))
+
+
 def replace(module: nn.Module, kind: Recognized) -> None:
     """Give a module our forward."""
+    module.__dict__[_PROVED_WITH] = _names(module)
     _set_class(module, subclass(type(module), kind))
 
 
@@ -73,11 +82,14 @@ def change(module: nn.Module, kind: Recognized) -> None:
         NotRecognized: The instance has a forward of its own.
     """
     check_own_forward(module)
+    if replaced(module) is None:
+        module.__dict__[_PROVED_WITH] = _names(module)
     _set_class(module, subclass(original_of(type(module)), kind))
 
 
 def restore(module: nn.Module) -> None:
     """Restore the original forward of a module."""
+    module.__dict__.pop(_PROVED_WITH, None)
     if replaced(module) is not None:
         _set_class(module, original_of(type(module)))
 
@@ -129,13 +141,14 @@ def _live(options: dict[str, Any]) -> frozenset[str]:
         names |= {name for name in options["projections"] if isinstance(name, str)}
     if "separate" in options:
         names |= {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
-    return frozenset({*names, "training"})
+    return frozenset({*names, "training", "forward", "linear"})  # a hook's forward; what scales a modulated norm
 
 
 def _set_attribute(original: type[nn.Module], live: frozenset[str]) -> Callable[..., None]:
     """Return a ``__setattr__`` that restores the forward of a module if something changes that it was proved with.
 
-    Adapters, parametrizations and new weights change only what the replacement reads in every call.
+    Adapters, parametrizations and new weights change only what the replacement reads in every call; what a hook counts
+    or a library marks was not there then.
     """
 
     def __setattr__(self, name, value):
@@ -147,12 +160,17 @@ def _set_attribute(original: type[nn.Module], live: frozenset[str]) -> Callable[
 
 
 def _changes(module: nn.Module, name: str, value: Any) -> bool:
+    if name not in module.__dict__.get(_PROVED_WITH, ()):
+        return False
     for table in (module.__dict__, module._modules):
         if name in table:
             before = table[name]
-            plain = type(before) is type(value) and not isinstance(value, (Tensor, nn.Module))
-            return before is not value and not (plain and before == value)
+            alike = type(before) is type(value) and isinstance(value, _PLAIN) and before == value
+            return before is not value and not alike
     return False
+
+
+_PLAIN = (int, float, str, tuple, torch.dtype, torch.Size)  # that == compares
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:

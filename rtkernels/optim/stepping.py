@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rtkernels.errors import ArgumentError
 from rtkernels.optim import masters, moments, offload
@@ -53,6 +54,7 @@ class Stepping(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # of an optimizer that was pickled before there was the option
             group.setdefault("offload", False)
+            self._mark(group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or one of those that its documentation names.
@@ -215,7 +217,7 @@ class Stepping(torch.optim.Optimizer):
 
     def _mark(self, params: Iterable[Tensor]) -> None:
         """Remember parameters as they are now that master weights were written or loaded."""
-        marks = self.__dict__.setdefault("_marks", {})
+        marks = self.__dict__.setdefault("_marks", WeakTensorKeyDictionary())
         marks.update((p, masters.mark(p)) for p in params if "master" in self.state.get(p, ()))
 
     def _renew(self, p: Tensor, master: Tensor) -> Tensor:

