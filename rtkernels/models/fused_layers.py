@@ -23,6 +23,7 @@ from rtkernels.models import decoding, fused_mla, quantized_linears, replace, re
 from rtkernels.models import fp8 as quantized
 from rtkernels.models.lazy import as_tensors
 from rtkernels.models.merged import (
+    collected,
     has_watched_child,
     is_watched,
     make_adjacent,
@@ -395,6 +396,7 @@ def _put_together(module: nn.Module, names: tuple[str, ...]) -> None:
 def fuse(model: nn.Module, record: Callable[[str, str, nn.Module, str | None], None]) -> None:
     """Fuse the layers of a model with replaced norms, rotations and MLPs; call `record` for every layer examined."""
     modules = list(model.named_modules())
+    collected.clear()
     for name, module in modules:
         kind = replace.replaced(module)
         try:

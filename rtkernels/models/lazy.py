@@ -55,8 +55,17 @@ def is_inside_of_function() -> bool:
             first = frame.f_locals.get(code.co_varnames[0])
             if isinstance(first, FunctionCtx):
                 return True
+        if code.co_name == "forward" and _APPLY is None and _is_of_function(code, Function):
+            return True
         frame = frame.f_back
     return False
+
+
+def _is_of_function(code: Any, cls: type) -> bool:
+    """Return True if code is the forward of a class derived from an autograd Function; one without a context, too."""
+    if getattr(getattr(vars(cls).get("forward"), "__func__", None), "__code__", None) is code:
+        return True
+    return any(_is_of_function(code, derived) for derived in type.__subclasses__(cls))
 
 
 class Lazy(ABC):

@@ -8,7 +8,6 @@ gradient is always one product.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,8 +58,7 @@ def _put_together(parameters: Sequence[Tensor]) -> None:
         start += p.shape[0]
 
 
-_BETWEEN_SECONDS = 60.0  # between collections of a process: each takes as long as it has objects
-_collected = [-_BETWEEN_SECONDS]
+collected: list[int] = []  # garbage, once for a model: it takes as long as the process has objects
 
 
 def _is_shared(p: Tensor) -> bool:
@@ -71,9 +69,8 @@ def _is_shared(p: Tensor) -> bool:
 
     if not shared():
         return False
-    if (now := time.monotonic()) - _collected[0] > _BETWEEN_SECONDS:  # what loaded the weights may have left cycles
-        gc.collect()
-        _collected[0] = now
+    if not collected:  # what loaded the weights may have left tensors in cycles
+        collected.append(gc.collect())
     return shared()
 
 
