@@ -259,6 +259,7 @@ def summary(folder: Path) -> list[str]:
         count = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failed", "skipped")}
         lines.append("tests: " + ", ".join(f"{number} {kind}" for kind, number in count.items()))
         lines += [f"failed: {test}" for test, outcome in outcomes.items() if outcome == "failed"]
+        lines += [f"did not end: {test}" for test, outcome in outcomes.items() if outcome == "began"]
     for file in ("trials.json", "rows.json", "sweep.json"):
         if (path := folder / file).exists():
             result = json.loads(path.read_text(encoding="utf-8"))

@@ -18,13 +18,13 @@ import pytest
 
 # Environment: paths in order; tests that passed before are in the first bytes of a log; seconds of a test.
 PATHS, LOG, BYTES, LIMIT = (f"BENCH_CAMPAIGN_{name}" for name in ("PATHS", "LOG", "BYTES", "TEST_SECONDS"))
-LINE = re.compile(r"^(passed|failed|skipped) +[0-9.]+ s (.+)$")
+LINE = re.compile(r"^(began|passed|failed|skipped) +[0-9.]+ s (.+)$")
 # Before pytest captures them; inherited by workers.
 _OUT, _ERRORS = (os.fdopen(os.dup(stream), "w", buffering=1) for stream in (1, 2))
 
 
 def outcomes(log: Path, size: int | None = None) -> dict[str, str]:
-    """Return the last outcome of each test that a log, or its first bytes, have."""
+    """Return the last outcome of each test that a log, or its first bytes, have; "began" if its end is not there."""
     text = log.read_bytes()[:size].decode(errors="replace") if log.exists() else ""
     found = map(LINE.match, text.splitlines())
     return {line[2]: line[1] for line in found if line}
@@ -41,7 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     before = outcomes(Path(os.environ[LOG]), int(os.environ[BYTES]))
     done = {node for node, outcome in before.items() if outcome == "passed"}
     paths = os.environ[PATHS].split()
-    kept = sorted((item for item in items if item.nodeid not in done), key=lambda item: _rank(item.nodeid, paths))
+    hung = {node for node, outcome in before.items() if outcome == "began"}  # or was cut off: last, so others run
+    kept = [item for item in items if item.nodeid not in done]
+    kept.sort(key=lambda item: (item.nodeid in hung, _rank(item.nodeid, paths)))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
     items[:] = kept
 
@@ -72,6 +74,12 @@ def _is_lost() -> bool:
     except Exception:
         return True
     return False
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Print that a test begins: one that hangs has no other line."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _OUT.write(f"began   0.00 s {nodeid}\n")
 
 
 @pytest.hookimpl(tryfirst=True)

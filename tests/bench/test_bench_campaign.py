@@ -183,6 +183,9 @@ def test_lines_of_tests_a_hanging_one_and_continuing(tmp_path: Path) -> None:
     assert "    E   assert 1 == 2" in text
     again = _pytest(tmp_path, log, "-p", "no:xdist", "--deselect=test_a.py::test_hangs")
     assert "test_bad" in again and "test_skipped" in again and "test_good" not in again
+    alone = tmp_path / "alone.log"
+    _pytest(tmp_path, alone, "-p", "no:xdist", "-k", "hangs or named")  # it ends with the one that hangs
+    assert plugin.outcomes(alone) == {"test_a.py::test_named[two words]": "passed", "test_a.py::test_hangs": "began"}
     (tmp_path / "test_a.py").write_text("def test_good(): pass\n")
     assert "1 deselected" in _pytest(tmp_path, log, "test_a.py")
 
@@ -242,6 +245,7 @@ def test_rows_of_a_trial_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch)
     assert trials.text(got) == ["scale_fwd 8x16: 30.0 us, 20.0 us with it (1.50 times as fast)"]
     assert trials.tried({"t.py::test[a]": "passed", "t.py::test_b": "failed"}) == ["kernel"]
     assert trials.tried({"t.py::test[a]": "passed", "t.py::test[b]": "failed"}) == trials.tried({}) == []
+    assert trials.tried({"t.py::test[a]": "passed", "t.py::test[b]": "began"}) == []
     args = cli.parser().parse_args(["run", "--trial=a b", "--trial=c", "--compile", "--jobs=2"])
     assert warm.options(args) == ["--trial=a b", "--trial=c", "--compile"]
 
