@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rtkernels import models
 from rtkernels.errors import RtkError
-from rtkernels.models import merged
+from rtkernels.models import merged, replace
 from rtkernels.models.generation import supported
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -299,3 +299,27 @@ def test_graphs_depend_on_attributes_of_modules_of_users(change) -> None:
     assert supported.stamp(module) == before
     change(module)
     assert supported.stamp(module) != before and factor is not None  # whose memory must not be taken again
+
+
+def test_what_was_not_there_when_a_module_was_replaced_changes_nothing() -> None:
+    """Counters and tags of hooks, a forward that a hook assigns and removes again, as accelerate's do."""
+    model = build("llama", num_hidden_layers=1)
+    models.patch(model)
+    before = {name for name, module in model.named_modules() if replace.replaced(module) is not None}
+    for module in model.modules():
+        module.calls = 0
+        module.calls += 1
+        module.seen = torch.zeros(1)
+        module.seen = torch.ones(1)
+        own = module.forward
+        module.forward = lambda *args, own=own, **named: own(*args, **named)
+        module.forward = own
+    assert before and {name for name, module in model.named_modules() if replace.replaced(module) is not None} == before
+
+
+def test_garbage_is_collected_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, collections = build("llama", num_hidden_layers=3), []
+    state = model.state_dict()  # holds all weights
+    monkeypatch.setattr(merged.gc, "collect", lambda: collections.append(1) or 0)
+    models.patch(model, fused_layers=True)
+    assert state and len(collections) == 1

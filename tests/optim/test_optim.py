@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
+import weakref
 
 import pytest
 import torch
@@ -521,6 +523,24 @@ def test_a_parameter_that_was_overwritten_keeps_its_value(kind, way: str, dtype:
     wanted[changed], wanted_master[changed] = 7.0, 7.0
     assert_same_bits(p.detach(), wanted)
     assert_same_bits(optimizer.state[p]["master"], wanted_master)  # the others keep their low bits
+
+
+def test_a_copied_optimizer_notices_what_is_overwritten_and_keeps_no_parameter_alive() -> None:
+    p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr=0.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    q, other = copy.deepcopy((p, optimizer))
+    _overwritten(q, "copied")
+    q.grad = torch.ones_like(q)
+    other.step()
+    assert q.eq(7.0).all()
+    known = weakref.ref(q)
+    other.param_groups[0]["params"].clear()
+    other.state.clear()
+    del q
+    gc.collect()
+    assert known() is None
 
 
 def test_master_weights_of_a_state_dict_are_those_of_its_parameters() -> None:
