@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.processes import spawn
+from support.processes import joined, spawn
 
 from integrations.trl_trainers import KINDS
 from rtkernels import models
@@ -39,23 +38,19 @@ def _step(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _worker(rank: int, world: int, path: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
-    wanted = _step(_model())
-    for sharded_first in (False, True):
-        model = _model()
-        if not sharded_first:
-            models.use_fused_head(SimpleNamespace(model=model, ref_model=None))
-        for module in (*model.model.layers, model.lm_head, model):
-            fully_shard(module)
-        if sharded_first:
-            models.use_fused_head(SimpleNamespace(model=model, ref_model=None))
-        assert len(model.lm_head.weight.to_local()) == 32  # half of the vocabulary
-        for got, one in zip(_step(model), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-5)
-    torch.distributed.destroy_process_group()
+    with joined(rank, path, world):
+        wanted = _step(_model())
+        for sharded_first in (False, True):
+            model = _model()
+            if not sharded_first:
+                models.use_fused_head(SimpleNamespace(model=model, ref_model=None))
+            for module in (*model.model.layers, model.lm_head, model):
+                fully_shard(module)
+            if sharded_first:
+                models.use_fused_head(SimpleNamespace(model=model, ref_model=None))
+            assert len(model.lm_head.weight.to_local()) == 32  # half of the vocabulary
+            for got, one in zip(_step(model), wanted, strict=True):
+                torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sharded_head(tmp_path: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from support.processes import spawn
+from support.processes import joined, spawn
 from torch import Tensor
 
 from rtkernels import losses
@@ -21,17 +20,13 @@ def _inputs(rank: int) -> tuple[Tensor, ...]:
 
 
 def _worker(rank: int, world: int, path: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
-    policy, ref, kl, kl_ref = _inputs(rank)
-    leaf = policy.requires_grad_()
-    group = torch.distributed.group.WORLD
-    loss = losses.kto(leaf, ref, DESIRABLE, kl_logprobs=kl, kl_ref=kl_ref, beta=0.5, process_group=group)
-    loss.backward()
-    torch.save((loss.detach(), leaf.grad), f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with joined(rank, path, world):
+        policy, ref, kl, kl_ref = _inputs(rank)
+        leaf = policy.requires_grad_()
+        group = torch.distributed.group.WORLD
+        loss = losses.kto(leaf, ref, DESIRABLE, kl_logprobs=kl, kl_ref=kl_ref, beta=0.5, process_group=group)
+        loss.backward()
+        torch.save((loss.detach(), leaf.grad), f"{path}/{rank}.pt")
 
 
 def test_the_divergence_is_that_of_all_processes(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import spawn
+from support.processes import WORLD, run_in_processes
 from torch import nn
 
 from rtkernels.errors import ArgumentError
@@ -20,22 +18,8 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available() and hasattr(fsdp, "fully_shard")),
     reason="needs gloo and FSDP2",
 )
-WORLD = 2
 
-
-def _joined(rank: int, test: Callable[[Any], None], path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    store = f"file://{path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
-    try:
-        test(init_device_mesh("cpu", (WORLD,)))
-    finally:
-        dist.destroy_process_group()
-
-
-def _patched_model(mesh: Any) -> None:
+def _patched_model(rank: int, mesh: Any) -> None:
     from support.tiny_models import build, tokens
 
     from rtkernels import models
@@ -77,7 +61,7 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(Fp8Linear(128, 512, **options), nn.GELU(), Fp8Linear(512, 256, bias=False, **options))
 
 
-def _gathered_codes(mesh: Any) -> None:
+def _gathered_codes(rank: int, mesh: Any) -> None:
     alone, shared = _layers(), _layers()
     assert gather_in_fp8(shared, WORLD) == 2 and gather_in_fp8(_layers(), 4) == 1
     seen = []
@@ -110,12 +94,12 @@ def _whole(t: Any) -> torch.Tensor:
 @pytest.mark.slow
 def test_a_patched_model(tmp_path: Any) -> None:
     pytest.importorskip("transformers", minversion="5.0")
-    spawn(_joined, _patched_model, str(tmp_path))
+    run_in_processes((_patched_model,), tmp_path)
 
 
 @pytest.mark.slow
 def test_codes_are_gathered(tmp_path: Any) -> None:
-    spawn(_joined, _gathered_codes, str(tmp_path))
+    run_in_processes((_gathered_codes,), tmp_path)
 
 
 def test_a_gathered_weight_gives_its_codes() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.compare import relative_error
-from support.processes import spawn
+from support.processes import run_in_processes
 from torch import Tensor, nn
 
 import rtkernels
@@ -23,22 +21,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs gloo and FSDP2",
 )
 WORLD = 2
-
-
-def _joined(rank: int, test: Callable[[int, Any], None], path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    store = f"file://{path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
-    try:
-        test(rank, init_device_mesh("cpu", (WORLD,)))
-    finally:
-        dist.destroy_process_group()
-
-
-def _run(test: Callable[[int, Any], None], tmp_path: Any) -> None:
-    spawn(_joined, test, str(tmp_path))
 
 
 def _model() -> nn.Sequential:
@@ -75,7 +57,7 @@ def _fsdp_worker(rank: int, mesh: Any) -> None:
 
 @pytest.mark.one_in(3)
 def test_training_with_fsdp(tmp_path: Any) -> None:
-    _run(_fsdp_worker, tmp_path)
+    run_in_processes((_fsdp_worker,), tmp_path)
 
 
 def _parallel_worker(rank: int, mesh: Any) -> None:
@@ -132,4 +114,4 @@ def _parallel_worker(rank: int, mesh: Any) -> None:
 
 @pytest.mark.one_in(3)
 def test_tensor_parallel_layers(tmp_path: Any) -> None:
-    _run(_parallel_worker, tmp_path)
+    run_in_processes((_parallel_worker,), tmp_path)

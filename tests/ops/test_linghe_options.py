@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
+from pathlib import Path
 
 import pytest
 import torch
 from support.compare import assert_same_bits, running_on
 from support.places import at
-from support.processes import spawn
+from support.processes import joined, spawn
 
 import rtkernels
 from rtkernels.errors import ArgumentError
@@ -160,24 +160,22 @@ def test_gradients_that_leave_as_fp8() -> None:
     assert_same_bits(seen[0].q, rtkernels.moe_permute_fp8(x, index, layout="row").q)
 
 
-def _member(rank: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    table = torch.arange(40.0).view(10, 4)
-    shard = table[5 * rank : 5 * rank + 5].clone().requires_grad_()
-    call = {"vocab_start": 5 * rank, "group": torch.distributed.group.WORLD}
-    ids = torch.tensor([[1, 7], [7, 9]])
-    rtkernels.embedding(ids, shard, **call).sum().backward()
-    counts = torch.bincount(ids.view(-1), minlength=10).float()
-    assert torch.equal(shard.grad, counts[5 * rank : 5 * rank + 5, None].expand(5, 4))
-    assert torch.equal(rtkernels.embedding(ids, shard.detach(), **call), table[ids])
-    own = ids[rank]
-    assert torch.equal(rtkernels.embedding(own, shard.detach(), **call, same_ids=False), table[own])
-    shard.grad = None
-    rtkernels.embedding(own, shard, **call, same_ids=False).sum().backward()
-    assert torch.equal(shard.grad, counts[5 * rank : 5 * rank + 5, None].expand(5, 4))
-    _lightning_member(rank)
-    torch.distributed.destroy_process_group()
+def _member(rank: int, path: str) -> None:
+    with joined(rank, path):
+        table = torch.arange(40.0).view(10, 4)
+        shard = table[5 * rank : 5 * rank + 5].clone().requires_grad_()
+        call = {"vocab_start": 5 * rank, "group": torch.distributed.group.WORLD}
+        ids = torch.tensor([[1, 7], [7, 9]])
+        rtkernels.embedding(ids, shard, **call).sum().backward()
+        counts = torch.bincount(ids.view(-1), minlength=10).float()
+        assert torch.equal(shard.grad, counts[5 * rank : 5 * rank + 5, None].expand(5, 4))
+        assert torch.equal(rtkernels.embedding(ids, shard.detach(), **call), table[ids])
+        own = ids[rank]
+        assert torch.equal(rtkernels.embedding(own, shard.detach(), **call, same_ids=False), table[own])
+        shard.grad = None
+        rtkernels.embedding(own, shard, **call, same_ids=False).sum().backward()
+        assert torch.equal(shard.grad, counts[5 * rank : 5 * rank + 5, None].expand(5, 4))
+        _lightning_member(rank)
 
 
 def _lightning_member(rank: int) -> None:
@@ -209,8 +207,8 @@ def _lightning_member(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_embedding_and_linear_attention_over_processes() -> None:
-    spawn(_member, 29000 + os.getpid() % 1000)
+def test_embedding_and_linear_attention_over_processes(tmp_path: Path) -> None:
+    spawn(_member, tmp_path)
 
 
 def test_tensors_of_transformer_engine() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import spawn
-from test_sharded import _joined
+from support.processes import run_in_processes
 from torch.nn import Parameter
 
 from rtkernels.optim import AdamW, Muon
@@ -77,4 +76,4 @@ def _adamw(rank: int, mesh: Any) -> None:
 @pytest.mark.parametrize("test", [_muon, _adamw])
 @pytest.mark.one_in(3)
 def test_two_processes(test, tmp_path) -> None:
-    spawn(_joined, test, str(tmp_path))
+    run_in_processes((test,), tmp_path)

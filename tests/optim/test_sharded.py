@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import spawn
+from support.processes import run_in_processes
 from torch import Tensor
 
 import rtkernels
@@ -22,22 +20,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs gloo and FSDP2",
 )
 WORLD = 2
-
-
-def _joined(rank: int, test: Callable[[int, Any], None], path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
-    store = f"file://{path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
-    try:
-        test(rank, init_device_mesh("cpu", (WORLD,)))
-    finally:
-        dist.destroy_process_group()
-
-
-def _run(test: Callable[[int, Any], None], tmp_path: Any) -> None:
-    spawn(_joined, test, str(tmp_path))
 
 
 def _model(dtype: torch.dtype) -> torch.nn.Module:
@@ -88,7 +70,7 @@ def _fsdp_worker(rank: int, mesh: Any) -> None:
 
 @pytest.mark.one_in(3)
 def test_training_with_fsdp(tmp_path: Any) -> None:
-    _run(_fsdp_worker, tmp_path)
+    run_in_processes((_fsdp_worker,), tmp_path)
 
 
 def _clip_worker(rank: int, mesh: Any) -> None:
@@ -128,7 +110,7 @@ def _clip_worker(rank: int, mesh: Any) -> None:
 
 
 def test_norm_of_shards_is_that_of_the_whole(tmp_path: Any) -> None:
-    _run(_clip_worker, tmp_path)
+    run_in_processes((_clip_worker,), tmp_path)
 
 
 def _sequence_worker(rank: int, mesh: Any) -> None:
@@ -171,4 +153,4 @@ def _sequence_worker(rank: int, mesh: Any) -> None:
 
 @pytest.mark.one_in(3)
 def test_norms_under_sequence_parallelism(tmp_path: Any) -> None:
-    _run(_sequence_worker, tmp_path)
+    run_in_processes((_sequence_worker,), tmp_path)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import spawn
+from support.processes import joined, spawn
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,13 +23,8 @@ ALIGNED, UNEVEN, FEW = (64, 128), (131, 64), (2, 2500)  # shards are whole block
 def _joined(rank: int, world: int, test: Any, path: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.set_num_threads(1)
-    store = f"file://{path}/store{world}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=300))
-    try:
+    with joined(rank, path, world):
         test(init_device_mesh("cpu", (world,)), path)
-    finally:
-        dist.destroy_process_group()
 
 
 def _parameter(shape: tuple[int, ...], mesh: Any = None, dtype: torch.dtype = torch.bfloat16) -> Parameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ops.attention.test_gated_delta_rule import BF16, NAMES, exact, inputs, rand
 from support.attention_exact import assert_near
 from support.compare import poisoned, running_on
 from support.places import at
-from support.processes import spawn
+from support.processes import joined, spawn
 from torch import Tensor
 
 from rtkernels import gated_delta_rule
@@ -199,19 +198,9 @@ CHECKS = (_check_both_orders, _check_unused_results, _check_errors)
 
 
 def _joined(rank: int, world: int, path: str) -> None:
-    torch.set_num_threads(1)
-    with _group("gloo", f"{path}/store", rank, world):
+    with joined(rank, path, world):
         for check in CHECKS:
             check(rank, world)
-
-
-@contextmanager
-def _group(backend: str, store: str, rank: int = 0, world: int = 1) -> Iterator[None]:
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @needs_gloo
@@ -223,7 +212,7 @@ def test_several_processes_give_what_one_gives(world: int, tmp_path: Path) -> No
 
 @needs_gloo
 def test_a_world_of_one_gives_what_no_group_gives(tmp_path: Path) -> None:
-    with _group("gloo", f"{tmp_path}/store"):
+    with joined(0, tmp_path, 1):
         for check in CHECKS:
             check(0, 1)
 
@@ -234,7 +223,7 @@ def test_a_world_of_one_gives_what_no_group_gives(tmp_path: Path) -> None:
 @needs_gloo
 @at("cpu", "sm_80", "sm_90", "cuda")
 def test_parts_of_no_rows(place: str, tmp_path: Path) -> None:
-    with _group("nccl" if place == "cuda" else "gloo", f"{tmp_path}/store"), running_on(place) as device:
+    with joined(0, tmp_path, 1, "nccl" if place == "cuda" else "gloo"), running_on(place) as device:
         q, k, v, g, beta, state = (t.to(device).requires_grad_() for t in inputs(0, 1, 2, 16, 24, 1, BF16))
         for zigzag in (False, True):
             rows = (t.unsqueeze(0) for t in (q, k, v, g, beta))
@@ -255,7 +244,7 @@ def test_two_parts_of_one_process(channels: bool, place: str, tmp_path: Path) ->
     if channels:
         tensors[3] = -0.1 * random(tokens, 1, 16, seed=3).abs()
     results = []
-    with _group("nccl" if place == "cuda" else "gloo", f"{tmp_path}/store"), running_on(place) as device:
+    with joined(0, tmp_path, 1, "nccl" if place == "cuda" else "gloo"), running_on(place) as device:
 
         def ours(*values: Tensor) -> tuple[Tensor, Tensor]:
             *rows, states = values

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 from support.attention_exact import assert_near, exact_attention
 from support.compare import running_on
 from support.places import at
-from support.processes import spawn
+from support.processes import joined, spawn
 from torch import Tensor
 
 from rtkernels import ArgumentError, attention, emulate, merge_attention
@@ -99,36 +95,32 @@ def test_bad_arguments() -> None:
 # ---- context parallelism --------------------------------------------------------------------------------------------
 
 
-def _ring(rank: int, world: int, port: int, results: str) -> None:
+def _ring(rank: int, world: int, results: str) -> None:
     """Each process has a part of q, k and v; keys and values rotate, and partial results are merged on arrival."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=300))
-    q, k, v = (random(1, 8, h, 16, seed=i).to(BF16).chunk(world, 1)[rank].contiguous() for i, h in enumerate((4, 2, 2)))
-    outs, lses = [], []
-    for step in range(world):
-        owner = (rank - step) % world  # the rank that owns these keys
-        if owner <= rank:  # causal: later keys are not seen
-            out, lse = attention(q, k, v, causal=owner == rank, return_lse=True)
-            outs.append(out)
-            lses.append(lse)
-        received = [torch.empty_like(t) for t in (k, v)]
-        work = [dist.isend(t, (rank + 1) % world) for t in (k, v)]
-        for t in received:
-            dist.recv(t, (rank - 1) % world)
-        for w in work:
-            w.wait()
-        k, v = received
-    out, lse = merge_attention(outs, lses)
-    torch.save((out, lse), f"{results}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, results, world):
+        whole = (random(1, 8, h, 16, seed=i).to(BF16) for i, h in enumerate((4, 2, 2)))
+        q, k, v = (t.chunk(world, 1)[rank].contiguous() for t in whole)
+        outs, lses = [], []
+        for step in range(world):
+            owner = (rank - step) % world  # the rank that owns these keys
+            if owner <= rank:  # causal: later keys are not seen
+                out, lse = attention(q, k, v, causal=owner == rank, return_lse=True)
+                outs.append(out)
+                lses.append(lse)
+            received = [torch.empty_like(t) for t in (k, v)]
+            work = [dist.isend(t, (rank + 1) % world) for t in (k, v)]
+            for t in received:
+                dist.recv(t, (rank - 1) % world)
+            for w in work:
+                w.wait()
+            k, v = received
+        out, lse = merge_attention(outs, lses)
+        torch.save((out, lse), f"{results}/{rank}.pt")
+        dist.barrier()
 
 
 def test_ring_of_two_processes(tmp_path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    spawn(_ring, 2, port, str(tmp_path))
+    spawn(_ring, 2, str(tmp_path))
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     q, k, v = (random(1, 8, h, 16, seed=i).to(BF16) for i, h in enumerate((4, 2, 2)))
     exact, exact_lse = exact_attention(q, k, v, causal=True)

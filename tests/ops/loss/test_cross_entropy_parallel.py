@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 from support.compare import running_on
 from support.places import at
-from support.processes import spawn
+from support.processes import joined, spawn
 from torch import Tensor
 
 import rtkernels
@@ -37,29 +36,25 @@ def _split_inputs() -> tuple[Tensor, Tensor]:
 
 
 def _split_worker(rank: int, world: int, path: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
-    logits, labels = _split_inputs()
-    group = torch.distributed.group.WORLD
-    results = []
-    for bounds in ((0, 20, 40), (0, 27, 40)):
-        first, last = bounds[rank], bounds[rank + 1]
-        extra = {} if bounds[1] == 20 else {"vocab_start": first, "vocab_size": 40}
-        for options in _SPLIT_CASES:
-            leaf = logits[..., first:last].clone().requires_grad_()
-            loss, lse, accuracy = cross_entropy(
-                leaf * 1.0, labels, group=group, return_lse=True, return_accuracy=True, **options, **extra
-            )
-            loss.backward(torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape))
-            results.append((loss.detach(), lse, accuracy, leaf.grad))
-    try:
-        cross_entropy(logits[..., :20], labels + 1, group=group)
-    except ArgumentError as error:
-        results.append(str(error))
-    torch.save(results, f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with joined(rank, path, world):
+        logits, labels = _split_inputs()
+        group = torch.distributed.group.WORLD
+        results = []
+        for bounds in ((0, 20, 40), (0, 27, 40)):
+            first, last = bounds[rank], bounds[rank + 1]
+            extra = {} if bounds[1] == 20 else {"vocab_start": first, "vocab_size": 40}
+            for options in _SPLIT_CASES:
+                leaf = logits[..., first:last].clone().requires_grad_()
+                loss, lse, accuracy = cross_entropy(
+                    leaf * 1.0, labels, group=group, return_lse=True, return_accuracy=True, **options, **extra
+                )
+                loss.backward(torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape))
+                results.append((loss.detach(), lse, accuracy, leaf.grad))
+        try:
+            cross_entropy(logits[..., :20], labels + 1, group=group)
+        except ArgumentError as error:
+            results.append(str(error))
+        torch.save(results, f"{path}/{rank}.pt")
 
 
 def test_split_vocabulary(tmp_path: Path) -> None:

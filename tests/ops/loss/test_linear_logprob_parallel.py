@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.processes import spawn
+from support.processes import joined, spawn
 from torch import Tensor
 
 import rtkernels
@@ -106,25 +105,21 @@ def _check_masked_part(group: Any, rank: int) -> None:
 
 
 def _worker(rank: int, world: int, path: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{path}/store", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
-    group, results = torch.distributed.group.WORLD, []
-    for bounds in ((0, 200, 400), (0, 270, 400)):
-        first, last = bounds[rank], bounds[rank + 1]
-        extra = {"group": group} | ({} if bounds[1] == 200 else {"vocab_start": first, "vocab_size": 400})
-        results += [(first, last, _run(k, first, last, case | extra)) for k in (0, 3) for case in CASES]
-    _check_shards()
-    _check_no_rows(group)
-    _check_masked_part(group, rank)
-    try:
-        hidden, weight, _, ids = _inputs(0)
-        rtkernels.linear_logprob(hidden, weight, ids, group=group, vocab_start=1, vocab_size=400)
-    except ArgumentError as error:
-        results.append(str(error))
-    torch.save(results, f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with joined(rank, path, world):
+        group, results = torch.distributed.group.WORLD, []
+        for bounds in ((0, 200, 400), (0, 270, 400)):
+            first, last = bounds[rank], bounds[rank + 1]
+            extra = {"group": group} | ({} if bounds[1] == 200 else {"vocab_start": first, "vocab_size": 400})
+            results += [(first, last, _run(k, first, last, case | extra)) for k in (0, 3) for case in CASES]
+        _check_shards()
+        _check_no_rows(group)
+        _check_masked_part(group, rank)
+        try:
+            hidden, weight, _, ids = _inputs(0)
+            rtkernels.linear_logprob(hidden, weight, ids, group=group, vocab_start=1, vocab_size=400)
+        except ArgumentError as error:
+            results.append(str(error))
+        torch.save(results, f"{path}/{rank}.pt")
 
 
 def test_split_vocabulary(tmp_path: Path) -> None:
