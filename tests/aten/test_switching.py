@@ -351,6 +351,7 @@ def _call_while_switching(function, want: torch.Tensor, switches: int, include: 
     return errors
 
 
+@pytest.mark.one_in(1000)
 def test_switching_while_threads_call(toy) -> None:
     """The dispatcher frees unregistered functions, which other threads may be executing."""
     x = torch.randn(64)

@@ -288,6 +288,7 @@ def test_report_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "beyond `import torch`: 12.5 ms" in text
 
 
+@pytest.mark.one_in(1000)
 def test_report_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path, image = tmp_path / "r.json", tmp_path / "r.png"
     meta.save(measured([scale_row()], ["torch"]), path)

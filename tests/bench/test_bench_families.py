@@ -45,7 +45,7 @@ def test_processes() -> None:
     assert set(args.models.split(",")) <= set(FAMILIES)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(1000)
 def test_arms_of_a_family_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     options = [*SMALL, "--out", str(tmp_path), "--one", "llama_like", "--arms", "hf,ours"]

@@ -81,6 +81,7 @@ class Simulated(Device):
         return end - start
 
 
+@pytest.mark.one_in(1000)
 def test_the_whole_command_on_a_simulated_device(
     one_family: dict[str, families.Draw],  # noqa: F811
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

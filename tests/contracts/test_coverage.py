@@ -12,6 +12,7 @@ import make_coverage
 
 
 @pytest.mark.every_op
+@pytest.mark.one_in(1000)
 def test_the_page_is_current() -> None:
     assert make_coverage.PAGE.read_text(encoding="utf-8") == make_coverage.page(), "run: python docs/make_coverage.py"
 

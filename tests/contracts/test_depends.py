@@ -52,6 +52,7 @@ def test_every_public_function_has_a_call() -> None:
 
 @emulated
 @without_cuda
+@pytest.mark.one_in(1000)
 def test_public_functions() -> None:
     found = _run("--count=5", "--each=1", "--seed=3", "--fresh=3")
     _check(found)
@@ -61,6 +62,7 @@ def test_public_functions() -> None:
 
 @emulated
 @without_cuda
+@pytest.mark.one_in(1000)
 def test_overloads_of_aten() -> None:
     found = _run("--kind=aten", "--count=5", "--each=1", "--seed=3", "--fresh=2")
     _check(found)

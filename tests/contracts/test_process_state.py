@@ -193,6 +193,7 @@ FACTORIES = {
 
 
 @pytest.mark.every_op
+@pytest.mark.one_in(1000)
 def test_factories_say_their_dtype_and_device() -> None:
     """What torch would take from its defaults instead."""
     found = []

@@ -52,6 +52,7 @@ def shares() -> tuple[float, float]:
     return command / judged, (command + family) / judged
 
 
+@pytest.mark.one_in(1000)
 def test_every_kernel_file_has_mutants() -> None:
     for file in mutator.files():
         if file.endswith(".cu"):
@@ -61,6 +62,7 @@ def test_every_kernel_file_has_mutants() -> None:
             )
 
 
+@pytest.mark.one_in(1000)
 def test_mutants_are_edits_of_code() -> None:
     for mutant in mutator.all_mutants().values():
         text = mutator.sources.read(mutant.file).decode()

@@ -103,6 +103,7 @@ def test_files_are_counted_by_feature(tree: Path) -> None:
     assert sum(counts.values()) == 6
 
 
+@pytest.mark.one_in(1000)
 def test_two_trees_are_compared(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tree), str(tree), "--files", "--functions"]) == 0
     printed = capsys.readouterr().out
