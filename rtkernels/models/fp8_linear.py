@@ -147,19 +147,18 @@ def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, r
     """
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
         return None
-    shape, biases = getattr(x, "shape", ()), [m._parameters["bias"] for m in linears]
+    shape, biases = getattr(x, "shape", ()), [m.bias for m in linears]
     if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE or level():
         return None
-    if biases[0] is None:
-        bias = None
-    elif None in biases:
+    without = sum(bias is None for bias in biases)
+    if without not in (0, len(biases)):
         return None
-    else:
-        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+    bias = None if without else biases[0] if len(biases) == 1 else torch.cat(biases)
     codes = codes_of(x, linears[0])
     if getattr(codes, "q_t", None) is None or codes.y is None:
         return None
-    weights = (m._parameters["weight"] for m in linears)
+    # A single layer's matrix is its weight, which is no parameter if it is parametrized.
+    weights = (matrix,) if len(linears) == 1 else (m._parameters["weight"] for m in linears)
     at = products.sites_of(matrix.shape)
     return products.linear(codes.y, bias, codes, matrix, given, recipe.save_weight and given is None, at, *weights)
 
