@@ -179,7 +179,7 @@ def _as_one_step(mlp: nn.Module, x: Any, residual: Tensor | None, act: str, reci
     if gate_up is None:
         return None
     grads = torch.is_grad_enabled()
-    codes = codes_of(x)
+    codes = codes_of(x, gate)
     if getattr(codes, "q_t" if grads else "q", None) is None or (grads and codes.y is None):
         return None
     if isinstance(x, LazyNorm):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rtkernels.errors import ArgumentError, RtkError
+from rtkernels.models import servable
 from rtkernels.models.checkpoint_files import check_tokenizer, write_tokenizer
 from rtkernels.models.recognize import NotRecognized
 from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear, serve_experts, serve_linear
@@ -84,9 +85,10 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
     """Write a model as an fp8 checkpoint in the layout of the DeepSeek-V3 and Qwen3 checkpoints.
 
     Linear layers and experts become e4m3 codes with one float32 scale per 128 x 128 block. The head, embeddings, norms,
-    routers, and layers with fewer than 128 rows or columns do not change. transformers, vLLM and :func:`serve` can
-    read the result. The generation configuration and the files of the tokenizer and processors are written, too. On a
-    terminal, a bar shows the rate, unless transformers' progress bars are disabled.
+    routers, layers with fewer than 128 rows or columns, and those that :func:`serve` leaves alone do not change.
+    transformers, vLLM and :func:`serve` can read the result. The generation configuration and the files of the
+    tokenizer and processors are written, too. On a terminal, a bar shows the rate, unless transformers' progress bars
+    are disabled.
 
     Args:
         model: A transformers model, or the result of :func:`serve`, whose fp8 codes are written unchanged.
@@ -100,7 +102,8 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
 
     Raises:
         ArgumentError: `tokenizer` has no ``save_pretrained``.
-        RtkError: The model has layers of :class:`rtkernels.nn.QuantizedLinear`, as from ``serve(weights="int4")``.
+        RtkError: The model has layers of :class:`rtkernels.nn.QuantizedLinear`, as from ``serve(weights="int4")``,
+            or infinite weights.
     """
     check_tokenizer(tokenizer)
     packed = [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
@@ -108,9 +111,10 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> 
         raise RtkError(f"{packed[0]} has {model.get_submodule(packed[0]).weights} weights, which fp8 files cannot hold")
     from safetensors.torch import save_file
 
+    quantized, skipped = _plan(model)
+    servable.check_finite(model, quantized)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    quantized, skipped = _plan(model)
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in _tensors(model, quantized):
@@ -159,7 +163,7 @@ def _plan(model: nn.Module) -> tuple[set[str], list[str]]:
     """Return the parameters to quantise, and the linear modules that are not quantised."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     quantized, skipped = set(), []
-    experts = _experts_of(model)
+    experts, kept = _experts_of(model), servable.reasons(model)
     for name, module in model.named_modules():
         if name in experts:
             if _fits(module):
@@ -169,7 +173,7 @@ def _plan(model: nn.Module) -> tuple[set[str], list[str]]:
         elif isinstance(module, ServedLinear):
             quantized.add(f"{name}.weight")
         elif isinstance(module, nn.Linear):
-            if module is not head and min(module.weight.shape) >= BLOCK:
+            if module is not head and name not in kept and min(module.weight.shape) >= BLOCK:
                 quantized.add(f"{name}.weight")
             else:
                 skipped.append(name)
@@ -224,6 +228,7 @@ def convert_fp8(model_or_path: Any, device: Any, head: bool) -> nn.Module:
     """Return the model of ``serve_fp8``."""
     if isinstance(model_or_path, nn.Module):
         quantized, _ = _plan(model_or_path)
+        servable.check_finite(model_or_path, quantized)
         model = _convert(model_or_path, quantized)
     elif isinstance(model_or_path, (str, Path)):
         model = _loaded(Path(model_or_path))

@@ -80,30 +80,48 @@ def check_recipe(fp8: bool | str | Recipe | None) -> Recipe | None:
     return recipe._replace(skip=tuple(recipe.skip))
 
 
-def codes_of(x: Any) -> Any:
-    """Return the codes of x, by rows and transposed, cached on the tensor object; x itself under the compiler."""
+def codes_of(x: Any, reader: nn.Module) -> Any:
+    """Return the codes of x, by rows and transposed, for a layer that reads them; x itself under the compiler.
+
+    The codes are cached on the tensor object for other layers. A layer that reads the same object again gets new ones:
+    the tensor is an input that the caller keeps, and CUDA graphs and collectives write to such a tensor without
+    counting a version. A graph is captured with a quantisation of its own, also if a warm-up cached codes.
+    """
     if isinstance(x, LazyNorm):
         return x.codes()
     if is_dynamo_compiling() or not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16):
         return x
     if is_sharded(x):
         return x
+    both, version = torch.is_grad_enabled(), -1 if x.is_inference() else x._version
     kept = getattr(x, _KEPT, None)
-    both = torch.is_grad_enabled()
-    if kept is not None and kept[0] == x._version and (kept[1][2] is not None or not both):
-        return Codes(*kept[1], x)
+    if kept is not None and kept.version == version and id(reader) not in kept.readers:
+        if kept.codes[2] is not None or not both:
+            kept.readers.add(id(reader))
+            return Codes(*kept.codes, x)
     if both:
         quantized = products.quantized(_quantize, x.detach())
     else:
         quantized = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
-    setattr(x, _KEPT, (x._version, quantized))  # without x, which must not reference itself
+    if version >= 0:  # not of an inference tensor, which counts no changes
+        setattr(x, _KEPT, _Kept(version, quantized, {id(reader)}))  # without x, which must not reference itself
     return Codes(*quantized, x)
 
 
-def multiply(x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **options: Any) -> Tensor:
-    """Return ``x @ weight.T + bias`` for a tensor, a lazy norm or codes with scales in columns."""
+class _Kept(NamedTuple):
+    """Codes that are cached on a tensor: the tensor's version, the codes, and the ids of the layers that read them."""
+
+    version: int
+    codes: tuple[Tensor | None, ...]
+    readers: set[int]
+
+
+def multiply(
+    reader: nn.Module, x: Any, weight: Tensor, bias: Tensor | None, recipe: Recipe, **options: Any
+) -> Tensor:  # fmt: skip
+    """Return ``x @ weight.T + bias`` for a tensor, a lazy norm or codes with scales in columns, read by a layer."""
     if recipe.by_codes and not is_sharded(weight):
-        x = codes_of(x)
+        x = codes_of(x, reader)
     elif isinstance(x, LazyNorm):
         x = x.tensor()
     return rtkernels.fp8_linear(
@@ -129,19 +147,18 @@ def _as_step(x: Any, linears: Sequence[nn.Module], matrix: Tensor, given: Any, r
     """
     if is_dynamo_compiling() or not torch.is_grad_enabled() or not recipe.by_codes:
         return None
-    shape, biases = getattr(x, "shape", ()), [m._parameters["bias"] for m in linears]
+    shape, biases = getattr(x, "shape", ()), [m.bias for m in linears]
     if len(shape) < 2 or row_count(shape) == 0 or row_count(shape) % MULTIPLE or level():
         return None
-    if biases[0] is None:
-        bias = None
-    elif None in biases:
+    without = sum(bias is None for bias in biases)
+    if without not in (0, len(biases)):
         return None
-    else:
-        bias = biases[0] if len(biases) == 1 else torch.cat(biases)
-    codes = codes_of(x)
+    bias = None if without else biases[0] if len(biases) == 1 else torch.cat(biases)
+    codes = codes_of(x, linears[0])
     if getattr(codes, "q_t", None) is None or codes.y is None:
         return None
-    weights = (m._parameters["weight"] for m in linears)
+    # A single layer's matrix is its weight, which is no parameter if it is parametrized.
+    weights = (matrix,) if len(linears) == 1 else (m._parameters["weight"] for m in linears)
     at = products.sites_of(matrix.shape)
     return products.linear(codes.y, bias, codes, matrix, given, recipe.save_weight and given is None, at, *weights)
 
@@ -155,7 +172,7 @@ def linear(module: nn.Linear, x: Any, recipe: Recipe) -> Tensor:
         result = _as_step(x, (module,), weight, codes, recipe)
         if result is not None:
             return result
-    return multiply(x, weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
+    return multiply(module, x, weight, module.bias, recipe, main_grad=main_grad, weight_codes=codes)
 
 
 class Merged(NamedTuple):
@@ -203,4 +220,5 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     if len(biases) not in (0, len(linears)):
         return None
     whole = Adjacent.apply(*(m.weight for m in linears)) if torch.is_grad_enabled() else weights.matrix
-    return multiply(x, whole, torch.cat(biases) if biases else None, weights.recipe, weight_codes=weights.codes)
+    bias = torch.cat(biases) if biases else None
+    return multiply(linears[0], x, whole, bias, weights.recipe, weight_codes=weights.codes)

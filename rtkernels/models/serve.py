@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.models import fp8_checkpoint
+from rtkernels.models import fp8_checkpoint, servable
+from rtkernels.models.fp8 import _is_fp8
 from rtkernels.models.patch_report import Site
 from rtkernels.models.served import BLOCK, ServedExperts, ServedLinear
 from rtkernels.nn.quantized_linear import FORMATS, QuantizedLinear
@@ -74,8 +75,9 @@ def serve(
 
     Experts have fp8 weights in every format, and so have layers whose columns are no multiple of 128 for ``int4``, or
     of 16 for ``nvfp4``. Embeddings, norms, routers and layers with fewer than 128 rows or columns
-    stay in 16 bits. Parameters have no gradients; layers of fp8 weights pass gradients on to their inputs, those of
-    4-bit weights do not. Only models with fp8 weights can be written (:func:`export_fp8`).
+    stay in 16 bits, and so do layers with hooks or another forward than ``nn.Linear``'s, and those whose weight the
+    model itself reads. Parameters have no gradients; layers of fp8 weights pass gradients on to their inputs, those of
+    4-bit weights do not. Only models with fp8 weights can be written (:func:`export_fp8`); ``save_pretrained`` raises.
 
     Args:
         model_or_path: A transformers model, which is changed in place. For ``fp8`` also a folder with a checkpoint, as
@@ -86,9 +88,9 @@ def serve(
             keeps the 16-bit weight.
 
     Raises:
-        ArgumentError: `weights` is none of these, `model_or_path` is neither a model nor such a folder, or 4-bit
-            weights are asked of a model that is not in 16 bits or has no memory.
-        RtkError: A layer cannot be served: its experts are none of ours, or 4-bit codes of weights that are not finite.
+        ArgumentError: `weights` is none of these, `model_or_path` is neither a model nor such a folder, it was patched
+            with fp8 layers, or 4-bit weights are asked of a model that is not in 16 bits or has no memory.
+        RtkError: A layer cannot be served: its experts are none of ours, or its weights are infinite (4 bits: or NaN).
     """
     if weights not in WEIGHTS:
         raise ArgumentError(f"weights is {weights!r}; expected one of {', '.join(map(repr, WEIGHTS))}")
@@ -101,10 +103,10 @@ def serve(
             f"with from_pretrained"
         )
     model = model_or_path
+    _check_patch(model)
     _convert(model, weights)
-    model = fp8_checkpoint.convert_fp8(model, device, head)  # experts, the head, and layers of other sizes
-    model.__dict__[_REPORT] = _report(model, weights)
-    return model
+    # experts, the head, and layers of other sizes
+    return _served(fp8_checkpoint.convert_fp8(model, device, head), weights)
 
 
 def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None, head: bool = False) -> nn.Module:
@@ -123,17 +125,37 @@ def serve_fp8(model_or_path: nn.Module | str | Path, *, device: Any = None, head
             weight is shared with the embedding, the embedding keeps the 16-bit weight.
 
     Raises:
-        ArgumentError: `model_or_path` is neither a model nor such a folder.
-        RtkError: The checkpoint lacks tensors, or a layer cannot be served in fp8.
+        ArgumentError: `model_or_path` is neither a model nor such a folder, or it was patched with fp8 layers.
+        RtkError: The checkpoint lacks tensors, a layer cannot be served in fp8, or its weights are infinite.
     """
-    model = fp8_checkpoint.convert_fp8(model_or_path, device, head)
-    model.__dict__[_REPORT] = _report(model, "fp8")
-    return model
+    _check_patch(model_or_path)
+    return _served(fp8_checkpoint.convert_fp8(model_or_path, device, head), "fp8")
 
 
 def serve_report(model: nn.Module) -> ServeReport | None:
     """Return the report of :func:`serve` for a model, None if it was not served."""
     return model.__dict__.get(_REPORT)
+
+
+def _check_patch(model: Any) -> None:
+    """Refuse a model that ``patch(fp8=...)`` changed: its norms write codes for layers that would be replaced."""
+    if isinstance(model, nn.Module) and any(_is_fp8(module) for module in model.modules()):
+        raise ArgumentError("model_or_path was patched with fp8 layers; call unpatch(model), serve it, patch it again")
+
+
+def _served(model: nn.Module, weights: str) -> nn.Module:
+    """Return a converted model with its report, and without a ``save_pretrained`` that would write codes alone."""
+    model.__dict__[_REPORT] = _report(model, weights)
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = _refuse_to_save
+    return model
+
+
+def _refuse_to_save(*args: Any, **options: Any) -> None:
+    raise RtkError(
+        "save_pretrained would write codes that from_pretrained takes for weights; export_fp8(model, path) writes a "
+        "model with fp8 weights"
+    )
 
 
 # ---- 4 bits ---------------------------------------------------------------------------------------------------------
@@ -185,7 +207,7 @@ def _global_scales(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
 
 def _report(model: nn.Module, weights: str) -> ServeReport:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    experts, sites = fp8_checkpoint._experts_of(model), []
+    experts, kept, sites = fp8_checkpoint._experts_of(model), servable.reasons(model), []
     for name, module in model.named_modules():
         reason = None
         if isinstance(module, ServedExperts):
@@ -203,7 +225,7 @@ def _report(model: nn.Module, weights: str) -> ServeReport:
                 reason = _why_not(module, weights) or "it had fp8 weights before"
         elif isinstance(module, nn.Linear):
             kind = "16 bits" if module.weight.element_size() == 2 else str(module.weight.dtype).removeprefix("torch.")
-            reason = "it is the head" if module is head else _why_not(module, weights) or "its class is not known here"
+            reason = "it is the head" if module is head else kept.get(name) or _why_not(module, weights)
         else:
             continue
         sites.append(Site(kind, name, type(module).__name__, reason))

@@ -67,7 +67,7 @@ class ServedLinear(_KeepsScales):
 
     def forward(self, x: Any) -> Tensor:
         """Return ``[..., out features]`` in x's dtype. Layers that read the same tensor share its codes."""
-        return _multiply(x, self.weight, self.weight_scale_inv, self.bias)
+        return _multiply(self, x, self.weight, self.weight_scale_inv, self.bias)
 
     def extra_repr(self) -> str:
         """Return sizes."""
@@ -100,14 +100,14 @@ def is_as_it_is(x: Any) -> bool:
     return row_count(x.shape) <= AS_IT_IS and not level()
 
 
-def _multiply(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` for a tensor or lazy norm x and an fp8 weight with 128 x 128 scales.
+def _multiply(reader: nn.Module, x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` for a tensor or lazy norm x, read by a layer, and an fp8 weight in blocks.
 
     x is quantised, too, unless it has few rows. Its gradient is that of the product with the dequantised weight.
     """
     if isinstance(x, LazyNorm) and x.trains:
         x = x.tensor()
-    y = _product(x, weight, weight_scale, bias)
+    y = _product(reader, x, weight, weight_scale, bias)
     if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
         return _GradientOfInput.apply(y, x, weight, weight_scale)
     return y
@@ -129,7 +129,7 @@ class _GradientOfInput(torch.autograd.Function):
         return None, dy @ values, None, None
 
 
-def _product(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+def _product(reader: nn.Module, x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     plain = not is_dynamo_compiling() and isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
         if plain and is_as_it_is(x):
@@ -137,7 +137,7 @@ def _product(x: Any, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
                 x.reshape(-1, weight.shape[1]), weight, None, weight_scale, recipe="block_1x128_128x128", bias=bias
             )
             return y.view(*x.shape[:-1], weight.shape[0])
-        codes = codes_of(x)
+        codes = codes_of(x, reader)
         if isinstance(codes, Tensor):  # under the compiler, or in fp32
             q, scale = rtkernels.quantize_fp8(x, granularity="group", scale_layout="column")
         else:
@@ -181,7 +181,7 @@ def merged(x: Any, linears: Sequence[nn.Module]) -> Tensor | None:
     if weight is None or scale is None:
         return None
     bias = None if linears[0].bias is None else torch.cat([m.bias for m in linears])
-    return _multiply(x, weight, scale, bias)
+    return _multiply(linears[0], x, weight, scale, bias)
 
 
 class ServedExperts(_KeepsScales):

@@ -246,3 +246,34 @@ def test_a_norm_is_read_without_gradients(kind: str, monkeypatch: pytest.MonkeyP
     fp8_loss, fp8_gradients = loss_and_gradients(model)
     assert fp8_loss == pytest.approx(loss, rel=1e-2) and fp8_gradients.keys() == gradients.keys()
     assert cosine(fp8_gradients, gradients) >= 0.98
+
+
+@pytest.mark.parametrize("biased", ["gate_proj", "up_proj", "v_proj"])
+def test_a_bias_of_one_projection_of_a_product(biased: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are one product have biases all or none; otherwise each is called."""
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = build("qwen3", **sizes, head_dim=128, num_hidden_layers=1).bfloat16()
+    (layer,) = (m for name, m in model.named_modules() if name.endswith(biased))
+    layer.bias = torch.nn.Parameter(torch.linspace(-1, 1, 128).bfloat16())
+    ids = tokens(2, 16)
+    loss, gradients = loss_and_gradients(model, ids)
+    models.patch(model, fp8=True, fused_layers=True)
+    fp8_loss, fp8_gradients = loss_and_gradients(model, ids)
+    assert fp8_gradients.keys() == gradients.keys()
+    assert fp8_loss == pytest.approx(loss, rel=1e-2) and cosine(fp8_gradients, gradients) >= 0.99
+
+
+def test_a_parametrization_that_comes_after_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "_SMALLEST_GAIN", 0)
+    model, ids = build("qwen3", num_hidden_layers=1).bfloat16(), tokens(2, 16)
+    other = copy.deepcopy(model)
+    models.patch(model, fp8=True)
+    found = []
+    for changed in (model, other):
+        layer = changed.model.layers[0]
+        for linear in (layer.mlp.down_proj, layer.self_attn.k_proj):
+            torch.nn.utils.parametrizations.weight_norm(linear)
+        found.append(loss_and_gradients(changed, ids))
+    assert found[0][1].keys() == found[1][1].keys()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-2) and cosine(found[0][1], found[1][1]) >= 0.99
