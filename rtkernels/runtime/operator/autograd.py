@@ -9,26 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import invariance
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.main_grad import added_or_raised
 from rtkernels.runtime.torch_private import (
+    Batch,
     forward_ad,
     functorch_transform,
+    is_batched,
     is_dynamo_compiling,
-    is_legacy_batched,
     top_saved_tensors_hooks,
 )
-
-
-class _Dispatching(TorchDispatchMode):
-    """Changes nothing, but while it is active, every operator is called through the dispatcher."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> bool:
@@ -153,7 +146,41 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
 
 
 def _batched(grads: Iterable[Tensor | None]) -> bool:
-    return any(grad is not None and is_legacy_batched(grad) for grad in grads)
+    return any(grad is not None and is_batched(grad) for grad in grads)
+
+
+def _one_by_one(run: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+    """Run a backward for each gradient of a batch, and return the results as a batch again.
+
+    A batch is a tensor without memory, and operators that write to an argument have no rule for one.
+    """
+    batch = Batch(next(grad for grad in grads if grad is not None and is_batched(grad)))
+    if not batch:
+        raise RuntimeError("the gradients are a batch of batches; expected one level of vmap or is_grads_batched")
+    parts = [grad if grad is None or not is_batched(grad) else batch.removed(grad) for grad in grads]
+    count = next(len(part) for part, grad in zip(parts, grads, strict=True) if part is not grad)
+    each = []
+    for i in range(count):
+        results = run(ctx, *(part if part is grad else part[i] for part, grad in zip(parts, grads, strict=True)))
+        each.append(results if isinstance(results, tuple) else (results,))
+        if any(r is not None and vars(r) for r in each[-1]):
+            raise RuntimeError("a gradient that carries codes does not go with is_grads_batched")
+    return tuple(None if r[0] is None else batch.added(torch.stack(r)) for r in zip(*each, strict=True))
+
+
+def differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the ``backward`` of an ``autograd.Function`` that calls differentiable functions.
+
+    It is called for one gradient at a time, as in ``once_differentiable``.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if not is_dynamo_compiling() and _batched(grads):
+            return _one_by_one(backward, ctx, grads)
+        return backward(ctx, *grads)
+
+    return wrapper
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,10 +199,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
         return added_or_raised(ctx, name, backward(ctx, *grads))
 
-    def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
-        with _Dispatching():
-            return checked(ctx, *grads)
-
     message = f"{name} is differentiable once (once_differentiable): it has no derivative itself"
 
     @functools.wraps(backward)
@@ -188,16 +211,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return run(ctx, *grads)
             except RuntimeError:  # raised by data_ptr, before any launch
-                if not _batched(grads):
+                if not _batched(grads) or getattr(ctx, "overwrites", False):
                     raise
-            return dispatched(ctx, *grads)
+            return _one_by_one(run, ctx, grads)
         if getattr(ctx, "overwrites", False):
             raise RuntimeError(f"{backward.__qualname__}: reuse='inputs' does not go with create_graph=True")
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
         if not ways and getattr(ctx, "computed_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
-            results = (dispatched if _batched(grads) else run)(ctx, *grads)
+            results = _one_by_one(run, ctx, grads) if _batched(grads) else run(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
         results = [r if r is None else r.detach().requires_grad_() for r in results]
         raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))
