@@ -68,6 +68,9 @@ def _where(numbers: tuple[int | None, ...]) -> Callable[[Callable[..., bool]], C
     return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(others)} and check({there})")
 
 
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Return a context in which torch computes in the dtypes that it is given, on this kind of device."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -52,6 +52,12 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.allclose(a, b, bound, bound, equal_nan=True)
 
 
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_batches_of_gradients(part: int) -> None:
     wrong = []
@@ -134,6 +140,29 @@ def test_tangents_are_refused(part: int) -> None:
                     continue
                 kept = [forward_ad.unpack_dual(r).tangent is not None for r in results_of(results) if r is not None]
             wrong.append(f"{call.name}, {name}: the tangent is dropped by {kept.count(False)} results")
+    assert not wrong
+
+
+# Documented: under autocast their arguments are cast, as those of a linear layer.
+_CAST = ("linear_cross_entropy()", "linear_logprob()")
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_autocast_changes_no_bits(part: int) -> None:
+    wrong = []
+    for call, wanted in _calls(part):
+        plain = _Forward(call, wanted)
+        incoming = _incoming(plain, 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results = _Forward(call, wanted).results
+        if not call.name.startswith(_CAST) and not all(map(_same, results, plain.results)):
+            wrong.append(f"{call.name}: forward")
+        other = _Forward(call, wanted)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = torch.autograd.grad(other.results, other.leaves, incoming, allow_unused=True)
+        expected = torch.autograd.grad(plain.results, plain.leaves, incoming, allow_unused=True)
+        if not all(map(_same, got, expected)):
+            wrong.append(f"{call.name}: backward")
     assert not wrong
 
 

@@ -16,11 +16,13 @@ from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.main_grad import added_or_raised
 from rtkernels.runtime.torch_private import (
     Batch,
+    any_autocast,
     forward_ad,
     functorch_transform,
     is_batched,
     is_dynamo_compiling,
     top_saved_tensors_hooks,
+    without_autocast,
 )
 
 
@@ -190,8 +192,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     second derivatives then silently lack a term, or are 0. Here all gradients of a pass with ``create_graph=True``
     raise if they are differentiated, even with respect to inputs of the forward pass alone
     (``torch.autograd.functional.hessian``). A forward that computed the gradient and saved nothing else sets
-    ``ctx.computed_gradient = True``; if no tensor then leads back to the inputs, such a pass raises at once. Batches of
-    gradients (``is_grads_batched``) are tensors without memory; the dispatcher calls operators for one at a time.
+    ``ctx.computed_gradient = True``; if no tensor then leads back to the inputs, such a pass raises at once. Batches
+    of gradients (``is_grads_batched``) are tensors without memory, so the backward is run for one gradient at a time.
+    Autocast is off in it: it would round products in plain torch.
     """
 
     name = backward.__qualname__
@@ -206,6 +209,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if is_dynamo_compiling():
             with torch.no_grad():
                 return backward(ctx, *grads)
+        if any_autocast():
+            with without_autocast("cuda"), without_autocast("cpu"):
+                return computed(ctx, *grads)
+        return computed(ctx, *grads)
+
+    def computed(ctx: Any, *grads: Tensor | None) -> Any:
         run = backward if invariance.state.highest < 3 else checked
         if not torch.is_grad_enabled():  # nearly always
             try:
