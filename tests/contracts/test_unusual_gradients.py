@@ -17,7 +17,10 @@ from torch.autograd import forward_ad
 
 import rtkernels
 from contracts.fuzz.calls import Call, functions, results_of
+from contracts.fuzz.variations import resized
+from contracts.test_process_state import _deterministic
 from contracts.test_saved_tensors import _differentiable, _Forward
+from rtkernels.errors import RtkError
 
 PARTS = 4
 
@@ -140,6 +143,29 @@ def test_tangents_are_refused(part: int) -> None:
                     continue
                 kept = [forward_ad.unpack_dual(r).tangent is not None for r in results_of(results) if r is not None]
             wrong.append(f"{call.name}, {name}: the tangent is dropped by {kept.count(False)} results")
+    assert not wrong
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_gradients_of_tensors_without_elements(part: int) -> None:
+    """Each size in turn is 0. Torch fills fresh memory with NaN here, so a gradient that nothing wrote shows."""
+    wrong = []
+    for call, wanted in _calls(part):
+        for size in sorted({n for t in call.tensors if t.is_floating_point() for n in t.shape} - {0}):
+            leaves = [resized(t, size, 0).requires_grad_(i in wanted) for i, t in enumerate(call.tensors)]
+            try:
+                with _deterministic():
+                    results = [r for r in results_of(call.run(leaves)) if r is not None and r.requires_grad]
+                    ones = [torch.ones_like(r) for r in results]
+                    grads = torch.autograd.grad(results, [leaves[i] for i in sorted(wanted)], ones, allow_unused=True)
+            except RtkError:
+                continue
+            except Exception as error:
+                wrong.append(f"{call.name}, {size}: {type(error).__name__}: {error}")
+                continue
+            for i, grad in zip(sorted(wanted), grads, strict=True):
+                if grad is None or grad.shape != leaves[i].shape or grad.isnan().any():
+                    wrong.append(f"{call.name}, {size}: {call.names[i]}")
     assert not wrong
 
 

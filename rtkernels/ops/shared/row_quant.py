@@ -17,7 +17,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, swizzled_bytes
 from rtkernels.runtime.checks import spell
 from rtkernels.runtime.launch.memory import new_tensor
-from rtkernels.runtime.layout import check_same, overlaps_itself, row_count
+from rtkernels.runtime.layout import as_rows, check_same, overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import check_number
 
@@ -222,7 +222,7 @@ def quantize_reference(
         packed, bytes_ = encode_nvfp4(y, g, "rne", "rne")
         out.copy_(packed)
         if swizzled:
-            bytes_ = swizzle(bytes_.reshape(-1, bytes_.shape[-1]))
+            bytes_ = swizzle(as_rows(bytes_))
         scale_out.view(torch.uint8).copy_(bytes_.view(torch.uint8).reshape(scale_out.shape))
         return
     limit = CODE_MAX[out.dtype]
