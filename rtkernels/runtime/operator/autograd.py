@@ -54,6 +54,15 @@ def refuse_outputs(**outputs: Tensor | None) -> None:
             )
 
 
+def written_by_copy(in_place: bool) -> bool:
+    """Return True if a differentiable call in place has to compute a new tensor and copy it to the old one.
+
+    Dynamo traces ``mark_dirty`` of an input of the graph without an error, and the gradient of that input is then the
+    incoming one, as if nothing had been computed.
+    """
+    return in_place and is_dynamo_compiling()
+
+
 def refuse_leaf(name: str, x: Tensor | None) -> None:
     """Raise if a tensor that will be overwritten is a leaf that requires grad. Torch raises only afterwards."""
     if x is not None and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
