@@ -1,4 +1,4 @@
-"""Compiled graphs whose inputs are overwritten, and whose numbers are symbols: the same as without compilation."""
+"""Compiled graphs that overwrite their inputs, or have symbols for numbers: the same results as without compilation."""
 
 from __future__ import annotations
 

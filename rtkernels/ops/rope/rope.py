@@ -119,12 +119,12 @@ def rope(
             refuse_leaf("x", x)
             refuse_leaf("k", k)
         copied = written_by_copy(in_place)
-        made = _differentiable(
+        rotated = _differentiable(
             x, k, layout, rotary_start, rotary or 0, pairs, inverse, in_place and not copied, *angles
         )  # fmt: skip
         if not copied:
-            return made
-        return x.copy_(made) if k is None else (x.copy_(made[0]), k.copy_(made[1]))
+            return rotated
+        return x.copy_(rotated) if k is None else (x.copy_(rotated[0]), k.copy_(rotated[1]))
     if in_place:
         IN_PLACE.call(x, k, layout, rotary_start, rotary or 0, pairs, inverse, *angles)
         return x if k is None else (x, k)
