@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.aten.registration import Lasting, torch_kernel
+from rtkernels.runtime.layout import as_rows
 from rtkernels.runtime.operator.autograd import once_differentiable
 from rtkernels.runtime.operator.main_grad import Start, start_of
 
@@ -34,7 +35,7 @@ class _Linear(torch.autograd.Function):
         if dy is None:
             return None, None, None, None
         x, weight, bias = ctx.saved_tensors
-        rows, states = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        rows, states = as_rows(dy), as_rows(x)
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = torch.mm(rows, weight).reshape(x.shape) if need_x else None
         dweight = _weight_gradient(ctx.starts[0], rows, states) if need_weight else None

@@ -16,6 +16,7 @@ from rtkernels.ops.act.glu_fp8 import GluFp8, glu_fp8, glu_fp8_backward
 from rtkernels.ops.moe.moe_index_layout import MoeIndex
 from rtkernels.ops.moe.moe_permute import moe_unpermute
 from rtkernels.ops.moe.moe_permute_fp8 import moe_permute_fp8
+from rtkernels.runtime.operator.autograd import once_differentiable
 
 _ATTRIBUTE = "_rtkernels_fp8"
 
@@ -45,6 +46,7 @@ class _Glu(torch.autograd.Function):
         return without_memory((*x.shape[:-1], x.shape[-1] // 2), x), *codes
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         x, weight, counts = ctx.saved_tensors
         keep = "both" if ctx.dense else "fp8"
@@ -82,6 +84,7 @@ class _Unpermute(torch.autograd.Function):
         return moe_unpermute(y, index)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         shape, like = ctx.like
         index = MoeIndex(*ctx.saved_tensors)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.runtime.operator.autograd import differentiable
+
 
 class _GradScaling(torch.autograd.Function):
     @staticmethod
@@ -15,6 +17,7 @@ class _GradScaling(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         length = dy.shape[ctx.dim]
         remaining = torch.arange(length, 0, -1, dtype=torch.float32, device=dy.device)

@@ -20,7 +20,7 @@ from rtkernels.ops.attention.options import default_scale, window_sides
 from rtkernels.ops.attention.sequence_parts import check_order
 from rtkernels.ops.moe.moe_index import moe_index
 from rtkernels.ops.moe.moe_permute import moe_permute, moe_unpermute
-from rtkernels.runtime.operator.autograd import once_differentiable
+from rtkernels.runtime.operator.autograd import differentiable, once_differentiable
 
 # ---- attention ------------------------------------------------------------------------------------------------------
 
@@ -174,6 +174,7 @@ class _Exchange(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable
     def backward(ctx, dy):
         return _Exchange.apply(dy, *ctx.way_back), None, None, None
 

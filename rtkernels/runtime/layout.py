@@ -55,6 +55,11 @@ def row_count(shape: Sequence[int]) -> int:
     return count
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """Return a tensor as a matrix of its rows, also without elements, where torch could not infer their number."""
+    return x.reshape(row_count(x.shape), x.shape[-1])
+
+
 def vector_bytes(*multiples: int, limit: int = 16) -> int:
     """Return the widest access in bytes (a power of two up to `limit`) that every given byte count allows.
 

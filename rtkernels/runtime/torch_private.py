@@ -68,9 +68,38 @@ def _where(numbers: tuple[int | None, ...]) -> Callable[[Callable[..., bool]], C
     return eval(f"lambda check: lambda {', '.join(names)}: {' and '.join(others)} and check({there})")
 
 
+any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Return a context in which torch computes in the dtypes that it is given, on this kind of device."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for a batch without memory: of gradients (``is_grads_batched``), or of ``torch.func.vmap``."""
+    return is_legacy_batched(tensor) or (functorch_transform() is not None and _functorch.is_batchedtensor(tensor))
+
+
+class Batch:
+    """The dimension that makes tensors a batch, from one of them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._of = torch if is_legacy_batched(tensor) else _functorch
+        levels = (_functorch.maybe_get_level(tensor),) if self._of is _functorch else range(1, 8)
+        self._level = next((n for n in levels if not is_batched(self._of._remove_batch_dim(tensor, n, 1, 0))), 0)
+
+    def __bool__(self) -> bool:
+        """Return False for a batch of batches."""
+        return self._level > 0
+
+    def removed(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with memory, whose first dimension counts the batch."""
+        return self._of._remove_batch_dim(tensor, self._level, 1, 0)
+
+    def added(self, tensor: Tensor) -> Tensor:
+        """Return a batch of what the first dimension of a tensor counts."""
+        return self._of._add_batch_dim(tensor, 0, self._level)
 
 
 def has_address(tensor: torch.Tensor) -> bool:

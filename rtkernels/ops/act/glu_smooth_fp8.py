@@ -21,7 +21,7 @@ from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, check_shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.layout import nothing, row_count, vector_bytes
+from rtkernels.runtime.layout import as_rows, nothing, row_count, vector_bytes
 from rtkernels.runtime.operator.autograd import detached
 from rtkernels.runtime.operator.declared import Dense, Meta, Operator, Rows, misaligned
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
@@ -149,7 +149,7 @@ def _spread(smooth: Tensor | None, sizes: list[int], like: Tensor, change=lambda
     """Return the factor of every element; 1 for rows of no expert."""
     whole = torch.ones_like(like)
     if smooth is not None:
-        lines = change(smooth.reshape(-1, smooth.shape[-1])).repeat_interleave(smooth.new_tensor(sizes).long(), 0)
+        lines = change(as_rows(smooth)).repeat_interleave(smooth.new_tensor(sizes).long(), 0)
         whole[: len(lines)] = lines
     return whole
 

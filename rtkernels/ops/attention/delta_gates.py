@@ -281,7 +281,7 @@ def check_options(
     if lower_bound is not None and not -math.inf < check_number("lower_bound", lower_bound) < 0:
         raise ArgumentError(f"lower_bound is {lower_bound}; expected a negative number, which no log decay goes below")
     factor = float(check_number("beta_scale", beta_scale))
-    if not math.isfinite(factor):
+    if not -math.inf < factor < math.inf:  # as Dynamo traces it, where the number is a symbol
         raise ArgumentError(f"beta_scale is {beta_scale}; expected a finite number")
     return 0.0 if lower_bound is None else float(lower_bound), factor
 

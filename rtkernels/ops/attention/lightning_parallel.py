@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.attention.sequence_parts import gathered
+from rtkernels.runtime.operator.autograd import once_differentiable
 
 
 class _StateBefore(torch.autograd.Function):
@@ -25,6 +26,7 @@ class _StateBefore(torch.autograd.Function):
         return torch.stack([states[number] for number in mine])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dstates: Tensor) -> tuple[Tensor, None, None]:
         (factor,) = ctx.saved_tensors
         parts, mine = gathered(dstates, ctx.group)

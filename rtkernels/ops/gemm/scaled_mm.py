@@ -17,6 +17,7 @@ from rtkernels.ops.quant import pack
 from rtkernels.ops.quant.quantize_fp8 import QUANTIZE
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.invariance import level, refuse
+from rtkernels.runtime.layout import as_rows
 from rtkernels.runtime.operator.autograd import applied, once_differentiable
 from rtkernels.runtime.operator.declared import InPlace, Operator
 from rtkernels.runtime.operator.registry import Op
@@ -77,14 +78,14 @@ class _Product(torch.autograd.Function):
         da = db = dbias = dadd = None
         need_a, need_b, need_bias, need_add = ctx.needs_input_grad[:4]
         g, is_matrix = dout if dout.dtype == a.dtype else dout.to(a.dtype), a.dim() == 2  # reshape takes host time
-        g2, a2 = (g, a) if is_matrix else (g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1]))
+        g2, a2 = (g, a) if is_matrix else (as_rows(g), as_rows(a))
         if need_a:  # [m, n] @ [n, k]: b the other way round
             da = _plain(g2, b, "nk" if ctx.flipped else "kn", ctx)
             da = da if is_matrix else da.reshape(a.shape)
         if need_b:
             db = _plain(a2.t(), g2, "kn", ctx) if ctx.flipped else _plain(g2.t(), a2, "kn", ctx)
         if need_bias:
-            dbias = dout.reshape(-1, dout.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias)
+            dbias = as_rows(dout).sum(0, dtype=torch.float32).to(ctx.bias)
         if need_add:
             dadd = dout.to(ctx.add)
         return da, db, dbias, dadd, None, None, None, None

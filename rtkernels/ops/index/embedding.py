@@ -22,7 +22,7 @@ from rtkernels.ops.index.embedding_plan import (
     plan_fwd,
 )
 from rtkernels.runtime.call.public import public
-from rtkernels.runtime.layout import metadata
+from rtkernels.runtime.layout import as_rows, metadata
 from rtkernels.runtime.operator.arguments import check_integer
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, InPlace, Operator, Rows
@@ -56,7 +56,7 @@ def _sums(dy: Tensor, ids: Tensor, rows: int, start: int, padding: int) -> tuple
     local, valid = _local(ids.reshape(-1), rows, start, padding)
     touched, place = local[valid].unique(return_inverse=True)
     sums = torch.zeros((len(touched), dy.shape[-1]), dtype=torch.float32, device=dy.device)
-    return touched, sums.index_add_(0, place, dy.reshape(-1, dy.shape[-1])[valid].float())
+    return touched, sums.index_add_(0, place, as_rows(dy)[valid].float())
 
 
 def _reference_bwd(dy: Tensor, ids: Tensor, rows: int, start: int, padding: int) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rtkernels.runtime.operator.autograd import differentiable, once_differentiable
+
 
 class _Sum(torch.autograd.Function):
     """The sum over all members; each has the whole gradient already."""
@@ -19,6 +21,7 @@ class _Sum(torch.autograd.Function):
         return part
 
     @staticmethod
+    @differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
@@ -35,6 +38,7 @@ class _SumOfOwn(torch.autograd.Function):
         return own
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _gathered(dy.contiguous(), ctx.group), None
 

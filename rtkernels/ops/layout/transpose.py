@@ -13,7 +13,7 @@ from rtkernels.ops.layout.transpose_list import MATRICES, one_launch_fits
 from rtkernels.ops.layout.transpose_plan import check_pad, checked_dims, out_shape, padded, padded_rows
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.layout import metadata
-from rtkernels.runtime.operator.autograd import applied, needs_grad
+from rtkernels.runtime.operator.autograd import applied, differentiable, needs_grad
 from rtkernels.runtime.operator.declared import Dense, Operator, Rows, UnitStride
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -71,6 +71,7 @@ class _Transpose(torch.autograd.Function):
         return TRANSPOSE.call(x, dim0, dim1, pad_to)
 
     @staticmethod
+    @differentiable
     def backward(ctx, dy: Tensor):
         if ctx.size is not None:
             dy = dy.narrow(-1, 0, ctx.size)

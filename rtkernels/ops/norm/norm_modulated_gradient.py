@@ -19,7 +19,7 @@ from rtkernels.ops.norm.norm_modulated_bwd import BACKWARD
 from rtkernels.ops.norm.norm_modulated_operators import FORWARD
 from rtkernels.ops.norm.statistics import backward as norm_backward
 from rtkernels.ops.shared.row_operands import summed
-from rtkernels.runtime.layout import row_count
+from rtkernels.runtime.layout import as_rows, row_count
 from rtkernels.runtime.operator.autograd import applied, constant, detached, once_differentiable
 from rtkernels.runtime.torch_private import is_dynamo_compiling
 
@@ -60,6 +60,8 @@ def _run(x: Tensor, operands: _Operands, eps: float, offset: float, centred: boo
 def _to_rows(grad: Tensor, like: Tensor) -> Tensor:
     """Return a gradient of x's shape summed to the rows of an operand, each for as many neighbouring ones."""
     count = row_count(like.shape)
+    if not grad.numel():
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     parts = grad.reshape(count, -1, grad.shape[-1])
     return summed(parts, like.reshape(count, 1, -1)).reshape(like.shape)
 
@@ -84,7 +86,7 @@ def _in_one_launch(
              *numbers)  # fmt: skip
     found["residual"], found["x"] = dh, dx if through_gate else dh
     if wanted["bias"]:
-        found["bias"] = summed(found["x"].reshape(-1, h.shape[-1]), bias)
+        found["bias"] = summed(as_rows(found["x"]), bias)
     if wanted["gate"]:
         found["gate"] = _to_rows(dgate, gate)
     if wanted["scale"]:
@@ -120,7 +122,7 @@ class _Modulated(torch.autograd.Function):
         found: dict[str, Tensor | None] = dict.fromkeys(wanted)
         if dy is not None and wanted["channel_scale"]:
             y, _ = _run(h, _Operands(None, None, None, weight, norm_bias, scale, shift), eps, offset, centred)
-            found["channel_scale"] = summed(combine(y, _new(y), mul0=dy).reshape(-1, y.shape[-1]), channel_scale)
+            found["channel_scale"] = summed(as_rows(combine(y, _new(y), mul0=dy)), channel_scale)
         if dy is not None and not (wanted["weight"] or wanted["norm_bias"]):
             _in_one_launch(wanted, found, dy, dsum, x, h, gate, bias, weight, norm_bias, scale, shift, channel_scale,
                            ctx.numbers)  # fmt: skip
@@ -146,7 +148,7 @@ class _Modulated(torch.autograd.Function):
             if wanted["x"] or wanted["bias"]:
                 found["x"] = dh if gate is None else combine(dh, _new(h), mul0=gate)
             if wanted["bias"]:
-                found["bias"] = summed(found["x"].reshape(-1, h.shape[-1]), bias)
+                found["bias"] = summed(as_rows(found["x"]), bias)
             if wanted["gate"]:
                 added = None if bias is None else bias.reshape(1, -1)
                 found["gate"] = _to_rows(combine(x, _new(h), add0=added, mul0=dh), gate)

@@ -11,7 +11,7 @@ from rtkernels.ops.shared.row_operands import rows_of, summed
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import FLOAT_DTYPES, check_dimensions
 from rtkernels.runtime.launch.memory import new_tensor
-from rtkernels.runtime.layout import check_same, row_count, token
+from rtkernels.runtime.layout import as_rows, check_same, row_count, token
 from rtkernels.runtime.operator.arguments import Matching, Within
 from rtkernels.runtime.operator.autograd import applied, detached, needs_grad, once_differentiable
 from rtkernels.runtime.operator.registry import Op
@@ -120,8 +120,9 @@ class _AddBias(torch.autograd.Function):
         dpos = None
         if ctx.needs_input_grad[2]:
             rows, period = row_count(dy.shape), pos.shape[0]
-            padded = torch.nn.functional.pad(dy.reshape(rows, -1), (0, 0, 0, -rows % period))
-            dpos = padded.view(-1, period, dy.shape[-1]).sum(0, dtype=torch.float32).to(pos.dtype)
+            padded = torch.nn.functional.pad(as_rows(dy), (0, 0, 0, -rows % period))
+            padded = padded.view(padded.shape[0] // period, period, dy.shape[-1])
+            dpos = padded.sum(0, dtype=torch.float32).to(pos.dtype)
         return dy, summed(dy, bias) if ctx.needs_input_grad[1] else None, dpos
 
 

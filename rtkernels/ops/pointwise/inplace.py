@@ -13,7 +13,7 @@ from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, may_overlap, row_count, row_slices, row_stride, vector_bytes
 from rtkernels.runtime.operator.arguments import Within, check_number
-from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.autograd import applied, once_differentiable, refuse_leaf, written_by_copy
 from rtkernels.runtime.operator.declared import Argument, InPlaceRows, Meta, Operator, Rows
 from rtkernels.runtime.operator.plan import Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -99,9 +99,12 @@ ADD = Operator(
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor, alpha: float, beta: float) -> Tensor:
+    def forward(ctx, x: Tensor, y: Tensor, alpha: float, beta: float, copied: bool) -> Tensor:
         ctx.factors, ctx.dtypes = (beta, alpha), (x.dtype, y.dtype)
-        ctx.mark_dirty(x)
+        if copied:
+            x = x.clone()
+        else:
+            ctx.mark_dirty(x)
         ADD(x, y, None, alpha, beta)
         return x
 
@@ -112,7 +115,7 @@ class _Add(torch.autograd.Function):
             (dx if factor == 1.0 else dx.float() * factor).to(dtype) if wanted else None
             for factor, dtype, wanted in zip(ctx.factors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
         ]
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 _differentiable_add = applied(_Add)
@@ -141,7 +144,9 @@ def add_(x: Tensor, y: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tens
     alpha, beta = float(alpha), float(beta)
     if torch.is_grad_enabled() and (x.requires_grad or getattr(y, "requires_grad", False)):
         refuse_leaf("x", x)
-        return _differentiable_add(x, y, alpha, beta)
+        if written_by_copy(True):
+            return x.copy_(_differentiable_add(x, y, alpha, beta, True))
+        return _differentiable_add(x, y, alpha, beta, False)
     ADD(x, y, None, alpha, beta)
     return x
 

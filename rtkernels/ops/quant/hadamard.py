@@ -15,7 +15,7 @@ from rtkernels.runtime.checks import check_dimensions, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import DTYPE_TOKEN, FLOAT_DTYPES, GRID_LIMIT, block_of, group_threads, metadata
 from rtkernels.runtime.operator.arguments import Among, Within
-from rtkernels.runtime.operator.autograd import applied, needs_grad
+from rtkernels.runtime.operator.autograd import applied, differentiable, needs_grad
 from rtkernels.runtime.operator.declared import Aligned, Meta, Operator
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 from rtkernels.runtime.operator.registry import Op
@@ -138,6 +138,7 @@ class _Hadamard(torch.autograd.Function):
         return TRANSFORM.call(x, block, dtype)
 
     @staticmethod
+    @differentiable
     def backward(ctx, dy: Tensor):
         return hadamard(dy, ctx.block, dtype=ctx.dtype), None, None
 

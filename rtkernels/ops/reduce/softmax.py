@@ -11,7 +11,14 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.reduce.softmax_plan import KERNELS, check, check_bwd, check_scale, plan_bwd, plan_fwd
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import check_integer
-from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.autograd import (
+    applied,
+    constant,
+    needs_grad,
+    once_differentiable,
+    refuse_leaf,
+    written_by_copy,
+)
 from rtkernels.runtime.operator.declared import Dense, InPlaceRows, Operator, Rows
 from rtkernels.runtime.operator.plan import Memory
 from rtkernels.runtime.operator.registry import Op
@@ -123,7 +130,7 @@ def _any_softmax(x: Tensor, dim: int, scale: float, lengths: Tensor | None, in_p
             refuse_leaf("x", x)
         if is_dynamo_compiling():
             y = _differentiable(x, lengths, constant(scale), log, False)
-            return x.copy_(y) if in_place else y  # mark_dirty cannot be traced
+            return x.copy_(y) if written_by_copy(in_place) else y
         return _differentiable(x, lengths, scale, log, in_place)
     if in_place:
         IN_PLACE(x, lengths, scale, log)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime.checks import check_dtype, check_same, token
 from rtkernels.runtime.launch.memory import dense_strides
-from rtkernels.runtime.layout import metadata, vector_bytes
+from rtkernels.runtime.layout import as_rows, metadata, vector_bytes
 from rtkernels.runtime.operator.declared import Argument, Dense, Meta
 
 # The tail of every kernel's arguments, and of every operator's.
@@ -310,7 +310,7 @@ def reference_tables(
     second = first + ((1 if adjacent else half) if full else 0)
 
     def entries(table: Tensor, columns: Tensor) -> Tensor:
-        table = table.reshape(-1, table.shape[-1]).float()
+        table = as_rows(table).float()
         return torch.where(inside, table[rows, columns] * angles.mscale, torch.nan)
 
     return entries(cos, first), entries(sin, first), entries(cos, second), entries(sin, second)

@@ -17,7 +17,13 @@ from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.launch.memory import dense_strides
 from rtkernels.runtime.layout import metadata, vector_bytes
-from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.autograd import (
+    applied,
+    needs_grad,
+    once_differentiable,
+    refuse_leaf,
+    written_by_copy,
+)
 from rtkernels.runtime.operator.declared import Meta, Operator, UnitStride
 from rtkernels.runtime.operator.plan import Memory, Step, Steps
 
@@ -313,5 +319,8 @@ def mla_rope(
             raise ArgumentError("cos or sin requires a gradient; mla_rope is differentiable in q, kv and k_pos only")
         if in_place:
             refuse_leaf("q", q)
+        if written_by_copy(in_place):
+            y, k, v = _differentiable(*args[:-1], False, *angles)
+            return q.copy_(y), k, v
         return _differentiable(*args, *angles)
     return _run(*args, *angles)

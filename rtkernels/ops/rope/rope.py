@@ -13,7 +13,13 @@ from rtkernels.ops.rope import rope_table
 from rtkernels.ops.rope.rope_operators import FORWARD, IN_PLACE
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.operator.arguments import Within
-from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable, refuse_leaf
+from rtkernels.runtime.operator.autograd import (
+    applied,
+    needs_grad,
+    once_differentiable,
+    refuse_leaf,
+    written_by_copy,
+)
 from rtkernels.runtime.operator.registry import Op
 
 _forward = FORWARD.call
@@ -112,7 +118,13 @@ def rope(
         if in_place:
             refuse_leaf("x", x)
             refuse_leaf("k", k)
-        return _differentiable(x, k, layout, rotary_start, rotary or 0, pairs, inverse, in_place, *angles)
+        copied = written_by_copy(in_place)
+        rotated = _differentiable(
+            x, k, layout, rotary_start, rotary or 0, pairs, inverse, in_place and not copied, *angles
+        )  # fmt: skip
+        if not copied:
+            return rotated
+        return x.copy_(rotated) if k is None else (x.copy_(rotated[0]), k.copy_(rotated[1]))
     if in_place:
         IN_PLACE.call(x, k, layout, rotary_start, rotary or 0, pairs, inverse, *angles)
         return x if k is None else (x, k)

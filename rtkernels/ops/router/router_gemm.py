@@ -17,7 +17,7 @@ from rtkernels.ops.router.router_gemm_plan import plan_bwd, plan_fwd, plan_into
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.invariance import starts_from_result
-from rtkernels.runtime.layout import nothing, row_count
+from rtkernels.runtime.layout import as_rows, nothing
 from rtkernels.runtime.operator.autograd import applied, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Operator
 from rtkernels.runtime.operator.kinds import DenseFloat, InPlaceExact, Meta, Rows, UnitStride
@@ -63,10 +63,6 @@ def _check_into(main_grad: Meta, dy: Meta, x: Meta) -> None:
     check_same("main_grad", main_grad.device, x.device, "device index", of="dy and x")
 
 
-def _rows_of(t: Tensor) -> Tensor:
-    return t.reshape(row_count(t.shape), t.shape[-1])
-
-
 def _bwd_padded(dy, x, weight, precision, need_x, need_weight) -> tuple[Tensor, Tensor]:
     """Compute the gradients for rows of x that do not fill vectors: columns of zeros are added."""
     depth = x.shape[-1]
@@ -79,21 +75,21 @@ def _bwd_padded(dy, x, weight, precision, need_x, need_weight) -> tuple[Tensor, 
 
 
 def _reference_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = (_rows_of(x).float() @ weight.float().t()).view(*x.shape[:-1], weight.shape[0])
+    y = (as_rows(x).float() @ weight.float().t()).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.float()
 
 
 def _reference_bwd(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
-    g = _rows_of(dy).float()
+    g = as_rows(dy).float()
     return (
         (g @ weight.float()).to(x.dtype).view(x.shape) if need_x else nothing(x),
-        (g.t() @ _rows_of(x).float()).to(weight.dtype).contiguous() if need_weight else nothing(x),
+        (g.t() @ as_rows(x).float()).to(weight.dtype).contiguous() if need_weight else nothing(x),
     )
 
 
 def _reference_into(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.numel() and x.numel():
-        main_grad.addmm_(_rows_of(dy).float().t(), _rows_of(x).float())
+        main_grad.addmm_(as_rows(dy).float().t(), as_rows(x).float())
 
 
 _X, _DY, _WEIGHT = Rows("x", None), DenseFloat("dy", None), UnitStride("weight", None)
@@ -145,7 +141,7 @@ class _RouterGemm(torch.autograd.Function):
         if into:
             BACKWARD_INTO(ctx.main_grad, dy, x, ctx.precision)
         if need_bias:
-            dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            dbias = as_rows(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
 
 
@@ -155,7 +151,7 @@ def _in_blocks(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None
     given = total is not None
     if not given:
         total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    add_product_(total, _rows_of(dy).float(), _rows_of(x).float())
+    add_product_(total, as_rows(dy).float(), as_rows(x).float())
     if not given:
         return total.to(weight.dtype)
     return None if ctx.start is None else ctx.start.added()

@@ -11,6 +11,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.router import topk_router_plan as plans
 from rtkernels.ops.router.topk_router_plan import KERNELS, RENORMALIZE, SCORE_FIRST, SOFTMAX
 from rtkernels.runtime.call.public import public
+from rtkernels.runtime.layout import as_rows
 from rtkernels.runtime.operator.arguments import Within
 from rtkernels.runtime.operator.autograd import applied, constant, needs_grad, once_differentiable
 from rtkernels.runtime.operator.declared import Dense, DenseFloat, Operator, Rows
@@ -45,7 +46,7 @@ def _reference_fwd(logits, bias, k, mode, num_groups, top_groups, group_k, scale
     indices = plans.choose(x, bias, k, mode, num_groups, top_groups, group_k)
     probs = plans.probabilities(x, indices, mode, scale, eps)
     chosen = torch.zeros_like(x, dtype=torch.bool).scatter_(-1, indices, True)
-    counts = chosen.reshape(-1, x.shape[-1]).sum(0).to(torch.int32)
+    counts = as_rows(chosen).sum(0).to(torch.int32)
     dense_probs = torch.zeros_like(x).scatter_(-1, indices, probs).contiguous() if dense else x.new_empty(0)
     chosen = chosen.contiguous() if routing_map else x.new_empty(0)
     return probs.contiguous(), indices.to(torch.int32).contiguous(), counts, dense_probs, chosen

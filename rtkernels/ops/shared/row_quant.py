@@ -7,7 +7,7 @@ rounding to the dtype of the input.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, swizzled_bytes
 from rtkernels.runtime.checks import spell
 from rtkernels.runtime.launch.memory import new_tensor
-from rtkernels.runtime.layout import check_same, overlaps_itself, row_count
+from rtkernels.runtime.layout import as_rows, check_same, overlaps_itself, row_count
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.arguments import check_number
 
@@ -84,7 +84,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
     if quant.swizzled and kind != "nvfp4":
         raise ArgumentError("quant.swizzled is True; expected False unless quant.dtype is 'nvfp4'")
     floor, scale, static = float(check_number("quant.floor", quant.floor)), quant.scale, 0.0
-    if not floor >= 0 or not isfinite(floor):
+    if not 0 <= floor < inf:
         raise ArgumentError(f"quant.floor is {quant.floor}; expected a number that is not negative")
     if scale is not None and kind in ("row", "block128"):
         raise ArgumentError(f"quant.scale is given; expected None for granularity {kind!r}, which computes scales")
@@ -95,7 +95,7 @@ def wanted(quant: Any, dtype: torch.dtype) -> Wanted:
         scale = scale.reshape(1)
     elif scale is not None:
         static = float(check_number("quant.scale", scale))
-        if not isfinite(static) or static < 0 or max(static, floor) == 0:
+        if not 0 <= static < inf or max(static, floor) == 0:
             raise ArgumentError(f"quant.scale is {static}; expected a number above 0")
         static, scale = max(static, floor), None
     return Wanted(kind, codes, scale, static, bool(quant.swizzled), floor)
@@ -222,7 +222,7 @@ def quantize_reference(
         packed, bytes_ = encode_nvfp4(y, g, "rne", "rne")
         out.copy_(packed)
         if swizzled:
-            bytes_ = swizzle(bytes_.reshape(-1, bytes_.shape[-1]))
+            bytes_ = swizzle(as_rows(bytes_))
         scale_out.view(torch.uint8).copy_(bytes_.view(torch.uint8).reshape(scale_out.shape))
         return
     limit = CODE_MAX[out.dtype]

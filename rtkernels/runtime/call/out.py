@@ -18,7 +18,7 @@ from rtkernels.runtime.checks import spell
 from rtkernels.runtime.layout import overlaps_itself
 from rtkernels.runtime.operator.aliasing import refuse_shared
 from rtkernels.runtime.operator.autograd import refuse_gradients, refuse_tangents
-from rtkernels.runtime.torch_private import forward_ad, is_dynamo_compiling
+from rtkernels.runtime.torch_private import is_dynamo_compiling
 
 
 def with_out(function: Callable[..., Any], arguments: dict[str, Any], over: Sequence[str]) -> Any:
@@ -47,10 +47,13 @@ def with_out(function: Callable[..., Any], arguments: dict[str, Any], over: Sequ
             raise ArgumentError(f"{_name(outs, i)} is a {type(tensor).__name__}; expected a torch.Tensor or None")
     refuse_gradients(f"{function.__name__} with out=", [*(t for _, t in tensors), *outs])
     if not is_dynamo_compiling():
-        if forward_ad._current_level >= 0:
-            refuse_tangents(f"{function.__name__} with out=", outs)
         _check_overlap(outs, tensors, over)
     return _copied(function(**given), outs)
+
+
+def refuse_any_tangent(name: str, arguments: dict[str, Any]) -> None:
+    """Raise if a tensor among all arguments of a public function has a tangent, which the function would drop."""
+    refuse_tangents(name, [t for _, t in _tensors(arguments)])
 
 
 def _copied(result: Any, outs: Sequence[Tensor | None]) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rtkernels import interop
 from rtkernels.runtime.call.explained import explainer
-from rtkernels.runtime.call.out import with_out
+from rtkernels.runtime.call.out import refuse_any_tangent, with_out
 from rtkernels.runtime.call.recent import Recent, miss
 from rtkernels.runtime.checks import check_dtype, check_tensor, refuse_shape
 from rtkernels.runtime.depends import MISS
@@ -124,15 +124,24 @@ def public(
     # not even with the last.
     required = [n for n, p in parameters.items() if p.default is p.empty and str(p.annotation).startswith("Tensor")]
     wants_grad = " or ".join(f"(type({name}) in _TENSOR_TYPES and {name}.requires_grad)" for name in required[:2])
+    tangents = f"_refuse_tangents({function.__name__!r}, {by_name})"
     replay = f"""\
-        if not _is_dynamo_compiling() and _forward_ad._current_level < 0 and not _dispatch_modes():
-            if _last is not _miss:
-                _result = _last({names})
-                if _result is not _MISS:
-                    return _result
-            if not ({wants_grad or "False"}) or not _is_grad_enabled():
-                return _find({names})
-            _last = _miss
+        if not _is_dynamo_compiling():
+            if _forward_ad._current_level >= 0:
+                {tangents}
+            elif not _dispatch_modes():
+                if _last is not _miss:
+                    _result = _last({names})
+                    if _result is not _MISS:
+                        return _result
+                if not ({wants_grad or "False"}) or not _is_grad_enabled():
+                    return _find({names})
+                _last = _miss
+"""
+    if not recent:
+        replay = f"""\
+        if _forward_ad._current_level >= 0 and not _is_dynamo_compiling():
+            {tangents}
 """
     call = [] if annotation == "int" else [f"if {is_array}:", f"    return _with_arrays(_public, {by_name})"]
     checks, objects = _checks(parameters, tensors, options or {})
@@ -151,7 +160,7 @@ def public(
         call.append(f"_refuse_gradients({function.__name__!r}, ({', '.join(no_gradients.split())},))")
     call.append(f"return _by_position({names})")
     body = "\n".join(call)
-    first_lines = (replay if recent else "") + indent(body, " " * 8)
+    first_lines = replay + indent(body, " " * 8)
     source = f"""
 def {function.__name__}({", ".join(listed)}):
     global _last
@@ -166,7 +175,7 @@ def _call({names}):
 """
     scope: dict[str, Any] = {  # without a __name__: Dynamo would import it
         "Tensor": Tensor, "_TENSOR_TYPES": TENSOR_TYPES, "_MISS": MISS, "_function": function, "_last": miss,
-        "_by_position": _by_position(function),
+        "_by_position": _by_position(function), "_refuse_tangents": refuse_any_tangent,
         "_miss": miss, "_over": over.split(), "_explain": explainer(function),
         "_is_dynamo_compiling": is_dynamo_compiling, "_refuse_gradients": refuse_gradients,
         "_forward_ad": forward_ad, "_dispatch_modes": dispatch_modes, "_is_grad_enabled": torch.is_grad_enabled,

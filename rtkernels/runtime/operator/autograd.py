@@ -9,26 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtkernels.errors import ArgumentError
 from rtkernels.runtime import invariance
 from rtkernels.runtime.layout import may_overlap
 from rtkernels.runtime.operator.main_grad import added_or_raised
 from rtkernels.runtime.torch_private import (
+    Batch,
+    any_autocast,
     forward_ad,
     functorch_transform,
+    is_batched,
     is_dynamo_compiling,
-    is_legacy_batched,
     top_saved_tensors_hooks,
+    without_autocast,
 )
-
-
-class _Dispatching(TorchDispatchMode):
-    """Changes nothing, but while it is active, every operator is called through the dispatcher."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 def needs_grad(a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> bool:
@@ -57,6 +52,15 @@ def refuse_outputs(**outputs: Tensor | None) -> None:
                 f"{name} is given but a tensor needs gradients; expected torch.no_grad() around the call, detached "
                 f"tensors, or no {name}"
             )
+
+
+def written_by_copy(in_place: bool) -> bool:
+    """Return True if a differentiable call in place has to compute a new tensor and copy it to the old one.
+
+    Dynamo traces ``mark_dirty`` of an input of the graph without an error, and the gradient of that input is then the
+    incoming one, as if nothing had been computed.
+    """
+    return in_place and is_dynamo_compiling()
 
 
 def refuse_leaf(name: str, x: Tensor | None) -> None:
@@ -153,7 +157,41 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> None:
 
 
 def _batched(grads: Iterable[Tensor | None]) -> bool:
-    return any(grad is not None and is_legacy_batched(grad) for grad in grads)
+    return any(grad is not None and is_batched(grad) for grad in grads)
+
+
+def _one_by_one(run: Callable[..., Any], ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+    """Run a backward for each gradient of a batch, and return the results as a batch again.
+
+    A batch is a tensor without memory, and operators that write to an argument have no rule for one.
+    """
+    batch = Batch(next(grad for grad in grads if grad is not None and is_batched(grad)))
+    if not batch:
+        raise RuntimeError("the gradients are a batch of batches; expected one level of vmap or is_grads_batched")
+    parts = [grad if grad is None or not is_batched(grad) else batch.removed(grad) for grad in grads]
+    count = next(len(part) for part, grad in zip(parts, grads, strict=True) if part is not grad)
+    each = []
+    for i in range(count):
+        results = run(ctx, *(part if part is grad else part[i] for part, grad in zip(parts, grads, strict=True)))
+        each.append(results if isinstance(results, tuple) else (results,))
+        if any(r is not None and vars(r) for r in each[-1]):
+            raise RuntimeError("a gradient that carries codes does not go with is_grads_batched")
+    return tuple(None if r[0] is None else batch.added(torch.stack(r)) for r in zip(*each, strict=True))
+
+
+def differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the ``backward`` of an ``autograd.Function`` that calls differentiable functions.
+
+    It is called for one gradient at a time, as in ``once_differentiable``.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if not is_dynamo_compiling() and _batched(grads):
+            return _one_by_one(backward, ctx, grads)
+        return backward(ctx, *grads)
+
+    return wrapper
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,18 +201,15 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     second derivatives then silently lack a term, or are 0. Here all gradients of a pass with ``create_graph=True``
     raise if they are differentiated, even with respect to inputs of the forward pass alone
     (``torch.autograd.functional.hessian``). A forward that computed the gradient and saved nothing else sets
-    ``ctx.computed_gradient = True``; if no tensor then leads back to the inputs, such a pass raises at once. Batches of
-    gradients (``is_grads_batched``) are tensors without memory; the dispatcher calls operators for one at a time.
+    ``ctx.computed_gradient = True``; if no tensor then leads back to the inputs, such a pass raises at once. Batches
+    of gradients (``is_grads_batched``) are tensors without memory, so the backward is run for one gradient at a time.
+    Autocast is off in it: it would round products in plain torch.
     """
 
     name = backward.__qualname__
 
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
         return added_or_raised(ctx, name, backward(ctx, *grads))
-
-    def dispatched(ctx: Any, *grads: Tensor | None) -> Any:
-        with _Dispatching():
-            return checked(ctx, *grads)
 
     message = f"{name} is differentiable once (once_differentiable): it has no derivative itself"
 
@@ -183,21 +218,27 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         if is_dynamo_compiling():
             with torch.no_grad():
                 return backward(ctx, *grads)
+        if any_autocast():
+            with without_autocast("cuda"), without_autocast("cpu"):
+                return computed(ctx, *grads)
+        return computed(ctx, *grads)
+
+    def computed(ctx: Any, *grads: Tensor | None) -> Any:
         run = backward if invariance.state.highest < 3 else checked
         if not torch.is_grad_enabled():  # nearly always
             try:
                 return run(ctx, *grads)
             except RuntimeError:  # raised by data_ptr, before any launch
-                if not _batched(grads):
+                if not _batched(grads) or getattr(ctx, "overwrites", False):
                     raise
-            return dispatched(ctx, *grads)
+            return _one_by_one(run, ctx, grads)
         if getattr(ctx, "overwrites", False):
             raise RuntimeError(f"{backward.__qualname__}: reuse='inputs' does not go with create_graph=True")
         ways = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]  # back to the inputs
         if not ways and getattr(ctx, "computed_gradient", False):
             raise RuntimeError(message)
         with torch.no_grad():
-            results = (dispatched if _batched(grads) else run)(ctx, *grads)
+            results = _one_by_one(run, ctx, grads) if _batched(grads) else run(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
         results = [r if r is None else r.detach().requires_grad_() for r in results]
         raising = torch._C._functions.DelayedError(message.encode(), len(results) + len(ways))
