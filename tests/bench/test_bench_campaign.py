@@ -56,6 +56,7 @@ def test_time_that_a_part_does_not_use_goes_to_the_next_ones() -> None:
     assert [parts.limit(three, i, 100.0) for i in range(3)] == [50.0, 40.0, 100.0]
 
 
+@pytest.mark.one_in(1000)
 def test_compilation_runs_during_tests_and_ends_before_what_measures(tmp_path: Path) -> None:
     began, lines = tmp_path / "began", []
     wait = "import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\nprint('seen')"
@@ -71,12 +72,13 @@ def test_compilation_runs_during_tests_and_ends_before_what_measures(tmp_path: P
         _part("rows", alive, str(began)),
     ]
     with log.open("w") as file:
-        assert parts.run_all(todo, compiling, 150.0, lines.append, file.fileno(), {})
+        assert parts.run_all(todo, compiling, 60.0, lines.append, file.fileno(), {})
     assert (tmp_path / "tests.log").read_text() == "seen\n"
     assert log.read_text() == "compiling\n"
     assert [line.partition(":")[0] for line in lines] == ["tests", "tests", "compile", "rows", "False", "rows"]
 
 
+@pytest.mark.one_in(1000)
 def test_a_part_that_is_cut_off_leaves_its_lines_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MIN_SECONDS", 0.5)
     monkeypatch.setattr(parts, "GRACE_SECONDS", 0.5)
@@ -168,6 +170,7 @@ def _pytest(folder: Path, log: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.one_in(1000)
 def test_lines_of_tests_a_hanging_one_and_continuing(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(SUITE)
     (tmp_path / "test_b.py").write_text("def test_first(): pass\n")

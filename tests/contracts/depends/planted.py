@@ -57,7 +57,7 @@ DEFECTS = [
     _planted("another target keeps its plans", "rtkernels/runtime/launch/device.py",
            "        Plans.forget_all()\n", "        pass\n", "rms_norm(), residual", "emulation", "another target"),
     _planted("dispatch modes see no replays", f"{_CALL}/public.py",
-           " and not _dispatch_modes():", ":", "rms_norm(), residual", "dispatch modes", "a mode"),
+           "elif not _dispatch_modes():", "else:", "rms_norm(), residual", "dispatch modes", "a mode"),
     _planted("launches go to one stream", "rtkernels/runtime/launch/driver.py",
            "shared, current_stream(device), slot.pointers", "shared, 0, slot.pointers",
            "rms_norm(), residual", "stream", "another"),
