@@ -95,25 +95,18 @@ def codes_of(x: Any, reader: nn.Module) -> Any:
         return x
     both, version = torch.is_grad_enabled(), -1 if x.is_inference() else x._version
     kept = getattr(x, _KEPT, None)
-    if kept is not None and kept.version == version and id(reader) not in kept.readers:
-        if kept.codes[2] is not None or not both:
-            kept.readers.add(id(reader))
-            return Codes(*kept.codes, x)
+    if kept is not None and kept[0] == (version, x.data_ptr()) and id(reader) not in kept[2]:
+        if kept[1][2] is not None or not both:
+            kept[2][id(reader)] = None
+            return Codes(*kept[1], x)
     if both:
         quantized = products.quantized(_quantize, x.detach())
     else:
         quantized = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
     if version >= 0:  # not of an inference tensor, which counts no changes
-        setattr(x, _KEPT, _Kept(version, quantized, {id(reader)}))  # without x, which must not reference itself
+        # Without x, which must not reference itself, and in types that torch.load accepts. A copy has another address.
+        setattr(x, _KEPT, ((version, x.data_ptr()), tuple(quantized), {id(reader): None}))
     return Codes(*quantized, x)
-
-
-class _Kept(NamedTuple):
-    """Codes that are cached on a tensor: the tensor's version, the codes, and the ids of the layers that read them."""
-
-    version: int
-    codes: tuple[Tensor | None, ...]
-    readers: set[int]
 
 
 def multiply(

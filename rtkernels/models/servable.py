@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rtkernels.errors import RtkError
 from rtkernels.models import replace
 from rtkernels.models.served import BLOCK, ServedLinear, _blocks
+from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
 _HARMLESS = ("device", "shape", "size", "ndim", "dim", "requires_grad")
@@ -38,6 +39,8 @@ def reasons(model: nn.Module) -> dict[str, str]:
 def _why_not(linear: nn.Linear) -> str | None:
     hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks
     own = linear.__dict__.get("forward")
+    if own is not None and _moves_only(linear):
+        own = linear._old_forward
     if hooks or (own is not None and getattr(own, "__func__", None) is not type(linear).forward):
         return "it has hooks or a forward of its own, which a layer of codes would not run"
     weight = linear.weight
@@ -46,11 +49,23 @@ def _why_not(linear: nn.Linear) -> str | None:
         if weight.dtype == torch.float8_e4m3fn and tuple(scale.shape) == tuple(map(_blocks, weight.shape)):
             return None
         return f"its codes are not e4m3 with a scale per {BLOCK} x {BLOCK}"
+    if type(weight) not in TENSOR_TYPES and not is_sharded(weight):
+        return f"its weight is a {type(weight).__name__}"
     if not weight.is_floating_point() or weight.element_size() == 1:
         return f"it has a weight of {str(weight.dtype).removeprefix('torch.')}"
     if replace.original_of(type(linear)).forward is not nn.Linear.forward and not _is_product(linear):
         return "its class computes something else than x @ weight.T + bias"
     return None
+
+
+def _moves_only(linear: nn.Linear) -> bool:
+    """Return True for the hook that accelerate (``device_map``) puts on every layer of a block that is on one device.
+
+    It moves inputs to the device of the layer, where the block's own hook has already moved them.
+    """
+    hook = linear.__dict__.get("_hf_hook")
+    plain = type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device
+    return plain and "_old_forward" in linear.__dict__
 
 
 @torch.no_grad()
@@ -62,10 +77,13 @@ def _is_product(linear: nn.Linear) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
     wanted = nn.functional.linear(x, weight, linear.bias)
+    training = linear.training
     try:
-        got: Any = linear(x)
+        got: Any = linear.eval()(x)  # served models are in eval mode
     except Exception:
         return False
+    finally:
+        linear.train(training)
     if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     bound = 1e-2 * float(wanted.abs().max())
@@ -136,5 +154,9 @@ def check_finite(model: nn.Module, names: Iterable[str]) -> None:
     for name in sorted(names):
         path, _, part = name.rpartition(".")
         weight = getattr(model.get_submodule(path), part)
-        if weight.element_size() > 1 and weight.device.type != "meta" and bool(weight.detach().isinf().any()):
+        if weight.element_size() == 1 or weight.device.type == "meta":
+            continue
+        # isinf needs one and a half times the memory: experts one at a time
+        parts = weight.detach() if weight.dim() > 2 else (weight.detach(),)
+        if any(bool(part.isinf().any()) for part in parts):
             raise RtkError(f"{path} has infinite weights, which fp8 codes cannot hold")

@@ -146,7 +146,8 @@ def _check_patch(model: Any) -> None:
 def _served(model: nn.Module, weights: str) -> nn.Module:
     """Return a converted model with its report, and without a ``save_pretrained`` that would write codes alone."""
     model.__dict__[_REPORT] = _report(model, weights)
-    if hasattr(model, "save_pretrained"):
+    changed = any(isinstance(m, (ServedLinear, ServedExperts, QuantizedLinear)) for m in model.modules())
+    if changed and hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = _refuse_to_save
     return model
 

@@ -33,7 +33,9 @@ class KeepsCodes:
         if self._kept is None or is_dynamo_compiling() or type(weight) not in TENSOR_TYPES:
             return None
         if version is None:
-            version = (0 if weight.is_inference() else weight._version,)
+            if weight.is_inference():  # counts no changes
+                return None
+            version = (weight._version,)
         key = (weight.data_ptr(), version)
         transposed = torch.is_grad_enabled()
         known, found = self._kept.get(name, (None, None))

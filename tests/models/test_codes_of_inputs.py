@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +46,8 @@ def test_weights_of_inference_mode() -> None:
         wanted = layer(x)
         with fixed_weights(layer):
             assert all(torch.equal(layer(x), wanted) for _ in range(2))
+            layer.weight.mul_(torch.arange(32)[:, None])
+            assert not torch.equal(layer(x), wanted)
 
 
 @pytest.mark.parametrize("grads", [False, True])
@@ -63,3 +68,20 @@ def test_an_input_that_is_overwritten_without_a_version(how: str, grads: bool) -
             layer(x)
         x.data.copy_(other)
         assert all(torch.equal(layer(x), y) for layer, y in zip(layers, wanted, strict=True))
+
+
+def test_copies_of_an_input_with_codes() -> None:
+    """A copy does not use the codes of the original, and a file with such a tensor can be read."""
+    layers = [serve_linear(nn.Linear(256, 128, bias=False).bfloat16()) for _ in range(2)]
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        x.mul_(1)
+        layers[0](x)
+        copied = copy.deepcopy(x)
+        while copied._version < x._version:
+            copied.mul_(-3)
+        assert torch.equal(layers[1](copied), layers[1](copied.clone()))
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), x)

@@ -161,3 +161,36 @@ def test_models_with_other_fp8_layers(weights: str, monkeypatch: pytest.MonkeyPa
     models.serve(model, weights=weights)  # again changes nothing
     with torch.no_grad():
         assert model(input_ids=tokens()).logits.isfinite().all()
+
+
+def test_layers_on_devices_of_accelerate() -> None:
+    """``device_map`` puts a hook on every layer that moves inputs to where they are already."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, ids = model_of(), tokens(2, 20)
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    hooks.attach_align_device_hook_on_blocks(model, execution_device=places, offload=dict.fromkeys(places, False))
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits.float()
+        models.serve(model)
+        served = model(input_ids=ids).logits.float()
+    assert {site.kind for site in models.serve_report(model).sites if "layers" in site.name} == {"fp8"}
+    assert float((served - plain).norm() / plain.norm()) < 0.15
+
+
+def test_weights_of_another_library_are_left_alone() -> None:
+    class Codes(Tensor):
+        pass
+
+    model = model_of()
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Codes), requires_grad=False)
+    models.serve(model)
+    (site,) = (site for site in models.serve_report(model).sites if "down_proj" in site.name)
+    assert (site.kind, site.reason) == ("16 bits", "its weight is a Codes")
+
+
+def test_nothing_was_served_and_can_be_saved(tmp_path: Path) -> None:
+    model = build("qwen3").bfloat16().eval()  # all of its layers are too small
+    models.serve(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path).lm_head.weight, model.lm_head.weight)

@@ -21,6 +21,7 @@ from rtkernels.runtime.torch_private import (
     functorch_transform,
     is_batched,
     is_dynamo_compiling,
+    no_autocast,
     top_saved_tensors_hooks,
     without_autocast,
 )
@@ -216,14 +217,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
         if is_dynamo_compiling():
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast("cuda"), without_autocast("cpu"):
                 return backward(ctx, *grads)
         if any_autocast():
-            with without_autocast("cuda"), without_autocast("cpu"):
-                return computed(ctx, *grads)
-        return computed(ctx, *grads)
-
-    def computed(ctx: Any, *grads: Tensor | None) -> Any:
+            with no_autocast():
+                return wrapper(ctx, *grads)
         run = backward if invariance.state.highest < 3 else checked
         if not torch.is_grad_enabled():  # nearly always
             try:
