@@ -95,7 +95,7 @@ def codes_of(x: Any, reader: nn.Module) -> Any:
         return x
     both, version = torch.is_grad_enabled(), -1 if x.is_inference() else x._version
     kept = getattr(x, _KEPT, None)
-    if kept is not None and kept[0] == (version, x.data_ptr()) and id(reader) not in kept[2]:
+    if kept is not None and kept[0] == (version, id(x)) and id(reader) not in kept[2]:
         if kept[1][2] is not None or not both:
             kept[2][id(reader)] = None
             return Codes(*kept[1], x)
@@ -104,8 +104,8 @@ def codes_of(x: Any, reader: nn.Module) -> Any:
     else:
         quantized = (*rtkernels.quantize_fp8(x, granularity="group", scale_layout="column"), None, None)
     if version >= 0:  # not of an inference tensor, which counts no changes
-        # Without x, which must not reference itself, and in types that torch.load accepts. A copy has another address.
-        setattr(x, _KEPT, ((version, x.data_ptr()), tuple(quantized), {id(reader): None}))
+        # Without x, which must not reference itself, and in types that torch.load accepts. A copy has another id.
+        setattr(x, _KEPT, ((version, id(x)), tuple(quantized), {id(reader): None}))
     return Codes(*quantized, x)
 
 

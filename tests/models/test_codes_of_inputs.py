@@ -85,3 +85,14 @@ def test_copies_of_an_input_with_codes() -> None:
     torch.save(x, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True), x)
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+def test_export_without_dynamo(rows: int) -> None:
+    """Tensors without memory, which is_dynamo_compiling says nothing of; read by two layers."""
+    layers = nn.Sequential(*(serve_linear(nn.Linear(256, 256, bias=False).bfloat16()) for _ in range(2)))
+    layers.forward = lambda x: layers[0](x) + layers[1](x)  # type: ignore[method-assign]
+    x = torch.randn(rows, 256).bfloat16()
+    with torch.no_grad():
+        exported = torch.export.export(layers, (x.clone(),), strict=False)
+        assert torch.equal(exported.module()(x.clone()), layers(x))
