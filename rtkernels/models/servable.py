@@ -74,8 +74,9 @@ def _is_product(linear: nn.Linear) -> bool:
     weight = linear.weight
     if type(weight) not in TENSOR_TYPES or weight.device.type == "meta":
         return False
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(_ROWS, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(weight.device, weight.dtype)
     wanted = nn.functional.linear(x, weight, linear.bias)
     training = linear.training
     try:
