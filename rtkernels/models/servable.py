@@ -19,9 +19,10 @@ from rtkernels.models.served import BLOCK, ServedLinear, _blocks
 from rtkernels.runtime.operator.sharding import is_sharded
 from rtkernels.runtime.torch_private import TENSOR_TYPES
 
+# What is read of a weight that a layer of codes has, too; beginnings of the names of methods that build a module.
 _HARMLESS = ("device", "shape", "size", "ndim", "dim", "requires_grad")
 _WHILE_BUILT = ("__init__", "_init", "init_", "reset", "tie_", "_tie")
-_ROWS = 3
+_ROWS = 3  # multiplied to compare a forward with that of nn.Linear
 
 
 def reasons(model: nn.Module) -> dict[str, str]:

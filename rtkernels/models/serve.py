@@ -105,7 +105,7 @@ def serve(
     model = model_or_path
     _check_patch(model)
     _convert(model, weights)
-    # experts, the head, and layers of other sizes
+    # What is left in 16 bits: experts, the head if it is asked for, and layers of other sizes.
     return _served(fp8_checkpoint.convert_fp8(model, device, head), weights)
 
 
