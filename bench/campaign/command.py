@@ -22,7 +22,7 @@ from bench.campaign.parts import Part, python
 
 PARTS = ("tests", "trials", "rows", "sweep", "e2e")
 DEFAULT_PARTS = PARTS[:-1]
-WORKERS = 8
+WORKERS = max(8, (os.cpu_count() or 8) - 2)
 MARGIN_SECONDS = 15.0  # by which a command is asked to end before it is cut off
 # Estimates for the plan: of a test (of a worker), and of a row with its peers, compiled.
 TEST_SECONDS, ROW_SECONDS, START_SECONDS = 2.0, 4.0, 30.0
