@@ -19,83 +19,12 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
-    "group_norm_fwd 4x512x128x128, 32 groups",
-    "group_norm_fwd 8x320x64x64, 32 groups",
+    *(f"decode_linear {m}x{layer}_nvfp4" for m in (16, 32, 64) for layer in ("4608x1536_norm_gated", "4096x14336")),
+    "kda_bwd 8x4096 32 heads of 128",
     *(
-        f"group_norm_silu_{way} {shape}, 32 groups"
-        for way in ("fwd", "bwd")
-        for shape in ("4x512x128x128", "8x320x64x64")
-    ),
-    "adamw_4bit 500x2000000",
-    "adamw_8bit 500x2000000",
-    "adamw_fp8 500x2000000",
-    "lion_fp32 500x2000000",
-    "lion_master 500x2000000",
-    "gate_silu_bwd 8192x4096g32 last",
-    "gate_silu_bwd 8192x8192g8 first",
-    "gate_silu_fwd 8192x4096g32 last",
-    "gate_silu_fwd 8192x8192g8 first",
-    "decode_linear 32x6144x4096_norm_bf16",
-    "decode_linear 32x12288x4096_norm_gated_bf16",
-    "decode_linear 32x4096x12288_bf16",
-    *(
-        f"decode_linear {m}x{layer}_{kind}"
-        for m in (16, 32, 64)
-        for layer in ("4608x1536_norm_gated", "4096x14336")
-        for kind in ("bf16", "fp8", "int4", "nvfp4")
-    ),
-    "delta_gates_bwd 1x8192x32x128",
-    "delta_gates_fwd 1x8192x32x128",
-    "gated_delta_rule_fwd 1x8192 16/32 heads of 128, raw gates",
-    "gated_delta_rule_step 128 sequences, 16/32 heads of 128, raw gates",
-    "gated_delta_rule_bwd 1x32768 2/8 heads of 128",
-    "gated_delta_rule_fwd 1x32768 2/8 heads of 128",
-    "gated_delta_rule_step 128 sequences, 16/32 heads of 128",
-    *(
-        f"indexer_{what} {shape}, e4m3"
-        for what in ("logits", "topk")
-        for shape in ("2048 tokens, 64 heads of 128, 32768 keys", "64 tokens, 64 heads of 128, 65536 keys")
-    ),
-    *(f"kda_{way} {shape} heads of 128" for way in ("fwd", "bwd") for shape in ("1x8192 24", "1x8192 32", "8x4096 32")),
-    *(
-        f"sparse_mla {tokens} tokens, 128 heads, 2048 of 32768 keys, {form}"
-        for tokens, form in ((1, "656 bytes"), (128, "656 bytes"), (4096, "656 bytes"), (4096, "bf16"))
-    ),
-    *(
-        f"ssd_{way} {shape} groups of 128"
-        for way in ("fwd", "bwd")
+        f"ssd_bwd {shape} groups of 128"
         for shape in ("1x8192 128 heads of 64, 8", "1x8192 128 heads of 64, 1", "8x4096 64 heads of 64, 1")
     ),
-    "ssd_step 128 sequences, 128 heads of 64, 8 groups of 128",
-    "linear_logprob_grad 8192x4096x151936, logits kept",
-    "mla_attention_bwd 1x8192 64 heads of 192/128 causal",
-    "mla_attention_fwd 1x8192 64 heads of 192/128 causal",
-    "mla_decode 1 x 8192 latents of 576, 128 heads, pages of 64",
-    "mla_decode 128 x 1024 latents of 576, 128 heads, pages of 64",
-    "mla_decode 128 x 8192 latents of 576, 128 heads, pages of 64",
-    "mla_decode 16 x 8192 latents of 576, 16 heads, pages of 64",
-    "nonzero_mv 16384x4096",
-    "rwkv_key 4096x64x64",
-    "quantize_qk 4x4096 and 8192 rows, 8 heads of 128",
-    "router_gemm_fwd 8192x512x4096_fast",
-    "router_gemm_fwd 8192x512x4096_high",
-    "sage_attention 4x2048 32 heads of 128 causal, int8 and bfloat16",
-    "sage_attention 4x8192 32 heads of 128 causal, int8 and bfloat16",
-    "scaled_mm 1024x1024x1024_int8_row",
-    "scaled_mm 128x7168x2048_bf16_int4",
-    "scaled_mm 128x7168x2048_bf16_nvfp4",
-    "scaled_mm 16x4096x14336_bf16_nvfp4",
-    "scaled_mm 1x4096x4096_bf16_int4",
-    "scaled_mm 1x4096x4096_bf16_nvfp4",
-    "scaled_mm 2048x2048x2048_int8_row",
-    "scaled_mm 4096x4096x4096_bf16_nvfp4",
-    "scaled_mm 4096x4096x7168_fp8_block",
-    "scaled_mm 64x28672x4096_bf16_int4",
-    "scaled_mm 64x28672x4096_bf16_nvfp4",
-    "scaled_mm 8192x8192x8192_int4_row",
-    "scaled_mm 8192x8192x8192_int8_row",
-    "scaled_mm 8192x8192x8192_nvfp4",
-    "sdpa 4x16x2048x128 bool mask",
 }
 
 
