@@ -1,7 +1,7 @@
 """fla's linear attention: lightning attention, the gated delta rule, Kimi's delta attention and Mamba-2's scan.
 
-Backward passes are autograd's of the call, whose graph is built in advance. Where fla wants as many heads of queries and
-keys as of values, they are repeated: in advance in a forward, inside of the graph in a backward pass.
+Backward passes are autograd's of the call, whose graph is built in advance. Where fla wants as many heads of queries
+and keys as of values, they are repeated: in advance in a forward, inside of the graph in a backward pass.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def row_table(result: dict[str, Any]) -> list[str]:
 
 
 def missing(result: dict[str, Any]) -> list[str]:
-    """One line per peer and reason for everything that was not measured, rows joined; one for all without an adapter."""
+    """One line per peer and reason for what was not measured, with its rows, and one per peer without adapters."""
     reasons: dict[tuple[str, str], list[str]] = {}
     without: dict[str, dict[str, None]] = {}
     for row in result["rows"]:
