@@ -239,7 +239,7 @@ class Bench:
             self.log(f"  {name}: {times[name]}")
         for family in peers.FAMILIES:
             if peers.selected(family, self.wanted) and not any(peers.selected(n, [family]) for n in prepare):
-                times[family] = {"absent": f"no adapter for {row.name}"}
+                times[family] = {"absent": f"{peers.NO_ADAPTER} {row.name}"}
         return times, errors, waiting
 
     @contextlib.contextmanager

@@ -15,14 +15,15 @@ import argparse
 from importlib import util
 from typing import Any
 
-from bench.peers import fa4, flaggems, heads, liger, linghe, others, quack
-from bench.peers.base import Absent, Call, Compared, Prepare, Table
+from bench.peers import fa4, fla, flaggems, heads, liger, linghe, others, quack
+from bench.peers.base import NO_ADAPTER, Absent, Call, Compared, Prepare, Table
 from bench.peers.torch import torch_peers
 
 __all__ = [
     "ADAPTERS",
     "DISTRIBUTIONS",
     "FAMILIES",
+    "NO_ADAPTER",
     "Absent",
     "Call",
     "Compared",
@@ -103,5 +104,5 @@ def _merged(*tables: Table) -> Table:
 
 
 ADAPTERS = _merged(
-    *(library.ADAPTERS for library in (liger, quack, fa4, linghe, flaggems, others, heads)),
+    *(library.ADAPTERS for library in (liger, quack, fa4, fla, linghe, flaggems, others, heads)),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+NO_ADAPTER = "no adapter for"  # how a result says that a peer has nothing like a row's op
 Call = Callable[[], Any]
 Prepare = Callable[..., Call]
 Table = dict[str, dict[str, Prepare]]

@@ -1,4 +1,4 @@
-"""Products of DeepGEMM and batch_invariant_ops, fla's linear attention and TorchAO's fp8 training."""
+"""Products of DeepGEMM and batch_invariant_ops, and TorchAO's fp8 training."""
 
 from __future__ import annotations
 
@@ -22,37 +22,6 @@ def _deepgemm(a: Any, b: Any, scale_a: Any = None, scale_b: Any = None, **_: Any
     left = deep_gemm.get_mn_major_tma_aligned_tensor(scale_a)
     right = scale_b.contiguous()
     return lambda: deep_gemm.fp8_gemm_nt((a, left), (b, right), out) or out
-
-
-def _fla_forward(q: Any, k: Any, v: Any, decay: Any, **_: Any) -> Call:
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    rate, scale = -decay, q.shape[-1] ** -0.5
-    return lambda: chunk_simple_gla(q, k, v, g_gamma=rate, scale=scale)[0]
-
-
-def _fla_backward(dy: Any, q: Any, k: Any, v: Any, decay: Any, **_: Any) -> Call:
-    import torch
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = chunk_simple_gla(*leaves, g_gamma=-decay, scale=q.shape[-1] ** -0.5)[0]
-    return lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)
-
-
-def _fla_delta_forward(q: Any, k: Any, v: Any, g: Any, beta: Any, **_: Any) -> Call:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return lambda: chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-
-
-def _fla_delta_backward(dy: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, **_: Any) -> Call:
-    import torch
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    leaves = [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
-    out = chunk_gated_delta_rule(*leaves[:3], g=leaves[3], beta=leaves[4], use_qk_l2norm_in_kernel=True)[0]
-    return lambda: torch.autograd.grad(out, leaves, dy, retain_graph=True)
 
 
 def _torchao(recipe: str) -> Any:
@@ -92,10 +61,6 @@ ADAPTERS: Table = {
     "invariant_wgrad": {"thinkingmachines": absent("batch_invariant_ops has no sums over micro-batches")},
     "invariant_decode": {"thinkingmachines": absent("batch_invariant_ops has no attention")},
     "scaled_mm": {"deepgemm": _deepgemm},
-    "lightning_attention_fwd": {"fla": _fla_forward},
-    "lightning_attention_bwd": {"fla": _fla_backward},
-    "gated_delta_rule_fwd": {"fla": _fla_delta_forward},
-    "gated_delta_rule_bwd": {"fla": _fla_delta_backward},
     "fp8_linear_row": {"torchao": _torchao("rowwise")},
     "fp8_linear_tensor": {"torchao": _torchao("tensorwise")},
     "fp8_linear_block": {"torchao": absent("TorchAO trains with scales of tensors and rows")},

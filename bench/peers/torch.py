@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bench.peers.base import Absent, Call, Prepare
+from bench.peers.base import Absent, Call, Prepare, absent
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,8 @@ def torch_peers(row: Any, forward: Any | None) -> dict[str, Prepare]:
             "inductor": _compiled(_backward, forward.torch),
             "inductor_math": _compiled(_eager, row.torch),
         }
+    if row.no_graph:
+        found = dict.fromkeys(found, absent(row.no_graph))
     if row.fused:
         found["torch_fused"] = functools.partial(_eager, row.fused)
     elif forward is not None and forward.fused:

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import host_calls
+from bench.peers.base import NO_ADAPTER
+
+MAX_LINE = 300
 
 
 def ranked(row: dict[str, Any]) -> list[tuple[str, float]]:
@@ -84,14 +87,20 @@ def row_table(result: dict[str, Any]) -> list[str]:
 
 
 def missing(result: dict[str, Any]) -> list[str]:
-    """One line per peer and reason for everything that was not measured, rows joined."""
+    """One line per peer and reason for what was not measured, with its rows, and one per peer without adapters."""
     reasons: dict[tuple[str, str], list[str]] = {}
+    without: dict[str, dict[str, None]] = {}
     for row in result["rows"]:
         for name, value in row.get("peers", {}).items():
             if isinstance(value, dict):
                 kind, text = next(iter(value.items()))
+                if text.startswith(NO_ADAPTER):
+                    without.setdefault(name, {})[row["row"]] = None
+                    continue
                 reasons.setdefault((name, f"{kind}: {text}"), []).append(f"{row['row']} {row['shape']}")
-    return [f"- {name}, {text} ({', '.join(rows)})" for (name, text), rows in sorted(reasons.items())]
+    lines = [f"- {name}, {text} ({', '.join(rows)})" for (name, text), rows in sorted(reasons.items())]
+    short = (f"- {name}, {NO_ADAPTER} {', '.join(rows)}" for name, rows in sorted(without.items()))
+    return lines + [line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 4]} ..." for line in short]
 
 
 def host_table(host: dict[str, Any]) -> list[str]:

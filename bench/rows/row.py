@@ -38,6 +38,7 @@ class Row:
         flops: Operations of a matrix product, ``2 m n k``; 0 for rows that memory bounds.
         backends: Other ways of torch to compute it, each called as ``prepare(**inputs)`` like the adapters of
             other libraries; ``{"flash": ...}`` is measured as ``torch_flash``.
+        no_graph: Of a backward row: why autograd's graph of the whole forward is not measured; "" if it is.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Row:
     fused: Callable[..., Any] | None = None
     flops: int = 0
     backends: Mapping[str, Callable[..., Callable[[], Any]]] = field(default_factory=dict)
+    no_graph: str = ""
 
     def __post_init__(self) -> None:
         if not self.name or not self.shape:
@@ -74,3 +76,16 @@ def gradients_of(forward: Callable[..., Any]) -> Callable[..., Any]:
             return torch.autograd.grad(forward(**leaves), list(leaves.values()), dy)
 
     return backward
+
+
+def by_sequence(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of batches that computes one sequence at a time: all at once would not fit on a device."""
+
+    def run(**inputs: Any) -> tuple[Any, ...]:
+        import torch
+
+        count = len(next(iter(inputs.values())))
+        found = [function(**{name: t[b : b + 1] for name, t in inputs.items()}) for b in range(count)]
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    return run

@@ -28,7 +28,7 @@ WHOLE = "rtkernels_masked"  # the same with masks always created, for models tha
 ADDED = "rtkernels_added"  # and as numbers that are added to scores
 _BEFORE = "_rtkernels_attention_before"
 _HOOK = "_rtkernels_attention_hook"
-accepted: set[type[nn.Module]] = set()  # classes of modules that can use the name
+_ACCEPTED = "_rtkernels_attention_accepted"  # of modules that can use the name, as their whole model was looked at
 by_name: Callable[..., Any] | None = None  # after ``register()``: attention_forward behind a check of the class
 
 
@@ -270,6 +270,11 @@ def _masked_name(module: nn.Module, name: str) -> str | None:
     return WHOLE if name == "eager" and getattr(module, "is_causal", None) is False else None
 
 
+def is_accepted(module: nn.Module) -> bool:
+    """Return True if :func:`replace_attention` has looked at the model of this module."""
+    return module.__dict__.get(_ACCEPTED, False)
+
+
 def _uses_interface(model: nn.Module) -> bool:
     return getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False)
 
@@ -337,7 +342,8 @@ def replace_attention(model: nn.Module) -> None:
             _give_back(pair for key, pair in names.items() if key in _names_in(part.config))
     _give_back((config, name) for config, name in masked.values() if config._attn_implementation == NAME)
     model.__dict__[_BEFORE] = list(names.values())
-    accepted.update(map(_class_of, model.modules()))
+    for module in model.modules():
+        module.__dict__[_ACCEPTED] = True
     model.__dict__[_HOOK] = [
         module.register_forward_pre_hook(create_masks, with_kwargs=True)
         for module in model.modules()
@@ -365,4 +371,6 @@ def restore_attention(model: nn.Module) -> None:
     """Undo :func:`replace_attention`."""
     for handle in model.__dict__.pop(_HOOK, ()):
         handle.remove()
+    for module in model.modules():
+        module.__dict__.pop(_ACCEPTED, None)
     _give_back(model.__dict__.pop(_BEFORE, ()))

@@ -69,6 +69,8 @@ def attention_by_name(
     Raises:
         RtkError: The class needs more than its name to be changed.
     """
+    if attention.is_accepted(module):
+        return attention.attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kinds = tuple(getattr(getattr(module, "config", None), "layer_types", None) or ())
     if reason := _why_not(type(module), kinds, getattr(module, "is_causal", None) is False):
         raise RtkError(
@@ -82,7 +84,7 @@ def attention_by_name(
 def _why_not(cls: type[nn.Module], kinds: tuple[str, ...], not_causal: bool) -> str:
     """Return why a class cannot use the name, "" if it can."""
     cls = replace.original_of(cls)
-    reason = "" if cls in attention.accepted else _found_in_file(cls, kinds, not_causal)
+    reason = _found_in_file(cls, kinds, not_causal)
     return reason and f"{cls.__name__} {reason}"
 
 

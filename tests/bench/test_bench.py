@@ -168,6 +168,18 @@ def test_failing_row_and_failing_peer_do_not_stop_the_run(monkeypatch: pytest.Mo
     assert "kernel is upset" in text.splitlines()[4]
 
 
+def test_peers_without_an_adapter_take_one_line() -> None:
+    """Rows of 200 ops for which a peer has nothing: no news, and in one short line; other reasons are written out."""
+    peer = {"fla": {"absent": "no adapter for x"}, "quack": {"absent": "Absent: only bf16"}}
+    rows = [{"row": f"op{i // 2}_fwd", "shape": f"{i}", "peers": peer} for i in range(400)]
+    for row in rows:
+        row["peers"] = {**peer, "fla": {"absent": f"no adapter for {row['row']}"}}
+    *others, line = report.missing({"rows": rows})
+    assert len(others) == 1 and "only bf16" in others[0] and "op199_fwd 399" in others[0]
+    assert line.startswith("- fla, no adapter for op0_fwd, op1_fwd, ") and line.endswith(" ...") and len(line) == 300
+    assert report.missing({"rows": rows[:2]})[1] == "- fla, no adapter for op0_fwd"
+
+
 def test_lost_device_ends_the_run_and_keeps_what_was_measured(tmp_path: Path) -> None:
     timer = FakeTimer()
 

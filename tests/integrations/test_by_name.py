@@ -102,13 +102,29 @@ def test_attention_that_knows_names_is_rejected(kind: str) -> None:
 
 
 def test_patched_models_and_names_in_one_process() -> None:
-    """patch accepts classes after looking at the whole model, and does not remove the check of others."""
+    """patch accepts a model after looking at the whole of it, and does not remove the check of others."""
     model = build("qwen3").bfloat16()
     models.patch(model, attention=True)
     functions = transformers.AttentionInterface()
     assert functions["rtkernels"] is by_name.attention_by_name
-    assert type(model.model.layers[0].self_attn) not in attention.accepted  # replaced
-    assert attention._class_of(model.model.layers[0].self_attn) in attention.accepted
+    assert attention.is_accepted(model.model.layers[0].self_attn)
+    assert attention.is_accepted(copy.deepcopy(model).model.layers[0].self_attn)
+    models.unpatch(model)
+    assert not any(map(attention.is_accepted, model.modules()))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_patched_model_accepts_no_other_of_its_class(kind: str) -> None:
+    """One process, patched first: the other model is refused as if it were alone, before and after."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this transformers")
+    patched, other = build(kind, index_topk=4), build(kind, index_topk=4)
+    patched.set_attn_implementation("rtkernels")  # a name that its code does not ask for
+    attention.replace_attention(patched)
+    other.set_attn_implementation("rtkernels")
+    with pytest.raises(RtkError, match=r'attn_implementation="rtkernels": .*Attention is in a file whose code'):
+        other(input_ids=tokens())
+    assert attention.is_accepted(patched.model.layers[0].self_attn)
 
 
 def test_a_paged_cache_is_rejected() -> None:

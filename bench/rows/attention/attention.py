@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,7 @@ def head_by_head(plain: Any, dtype: torch.dtype | None = None) -> Any:
         dtype: What q, k and v are converted to before, unless None.
     """
 
+    @functools.wraps(plain)  # peers differentiate what its signature names
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
         sequences = []
         for b in range(q.shape[0]):

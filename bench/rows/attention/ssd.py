@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.rows.row import Row, in_fp32
+from bench.rows.row import Row, gradients_of, in_fp32
 from rtkernels.ops.attention import gated_delta_rule_reference as reference
 from rtkernels.ops.attention import ssd_reference
 from rtkernels.ops.attention.ssd import BACKWARD, ssd, ssd_step
@@ -26,13 +27,26 @@ def host(x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _plain(x, dt, A, B, C, D):
+def _scan(x, dt, g, B, C, D):
     """The same chunks in plain torch, as transformers' own code has them; differentiable."""
     dtype = in_fp32(x).dtype
     zero = torch.zeros(x.shape[2], B.shape[3], x.shape[3], device=x.device, dtype=dtype)
-    g = A.to(dtype) * dt.to(dtype)
     outs = [reference.one(C[b], B[b], x[b], g[b], dt[b], zero, 1.0, False, False)[0] for b in range(x.shape[0])]
     return (torch.stack(outs) + D.to(dtype).unsqueeze(-1) * x).to(x.dtype)
+
+
+def _plain(x, dt, A, B, C, D):
+    return _scan(x, dt, A.to(in_fp32(x).dtype) * dt.to(in_fp32(x).dtype), B, C, D)
+
+
+def _gradients(dy, x, dt, A, B, C, D, g):
+    """Those that the operator returns, by autograd; its g is ``A * dt``."""
+    return gradients_of(partial(_scan, D=D))(dy, x=x, dt=dt, g=g, B=B, C=C)
+
+
+def _ours_bwd(dy, x, dt, A, B, C, D, g):
+    dc, db, dx, dg, ddt = BACKWARD(dy, None, C, B, x, g, dt, D, None, None, False)[:5]
+    return dx, ddt, dg, db, dc
 
 
 def rows() -> Iterator[Row]:
@@ -53,7 +67,7 @@ def rows() -> Iterator[Row]:
         def make_bwd(device: str, generator: torch.Generator, make=make) -> dict[str, Any]:
             given = make(device, generator)
             dy = torch.randn(given["x"].shape, device=device, generator=generator).to(given["x"].dtype)
-            return {"dy": dy, **given}
+            return {"dy": dy, **given, "g": given["A"] * given["dt"]}
 
         values, keys = 2 * tokens * heads * _WIDTH, 2 * tokens * groups * _STATE
         shape = f"{batch}x{length} {heads} heads of {_WIDTH}, {groups} groups of {_STATE}"
@@ -63,9 +77,8 @@ def rows() -> Iterator[Row]:
             bytes=2 * values + 2 * keys + 4 * tokens * heads,
         )  # fmt: skip
         yield Row(
-            name="ssd_bwd", shape=shape, make=make_bwd,
-            ours=lambda dy, x, dt, A, B, C, D: BACKWARD(dy, None, C, B, x, A * dt, dt, D, None, None, False)[:5],
-            torch=_plain, bytes=3 * values + 4 * keys + 16 * tokens * heads,
+            name="ssd_bwd", shape=shape, make=make_bwd, ours=_ours_bwd, torch=_gradients,
+            bytes=3 * values + 4 * keys + 16 * tokens * heads,
         )  # fmt: skip
 
     def make_step(device: str, generator: torch.Generator) -> dict[str, Any]:

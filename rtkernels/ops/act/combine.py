@@ -13,6 +13,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.act.glu_plan import ACT_TYPES
 from rtkernels.ops.act.glu_reference import partner_and_slope, value_and_slope
+from rtkernels.ops.shared.constants import constant
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_launch import FORMATS, quant_flags, quick_variants, row_variants
 from rtkernels.ops.shared.row_operands import check_rows
@@ -285,7 +286,7 @@ def _reference(wanted: Combination) -> None:
         y = y * partner_and_slope(wanted.act, over("mul0"))[0]
     if wanted.mul1 is not None:
         y = y * over("mul1")
-    times = torch.tensor(wanted.alpha, dtype=torch.float32, device=x.device)
+    times = constant(wanted.alpha, torch.float32, x.device)
     y = y * (times if wanted.factor is None else times * wanted.factor.reshape(()))
     for name in ("base0", "base1"):
         if getattr(wanted, name) is not None:

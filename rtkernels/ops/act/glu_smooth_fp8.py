@@ -149,8 +149,10 @@ def _spread(smooth: Tensor | None, sizes: list[int], like: Tensor, change=lambda
     """Return the factor of every element; 1 for rows of no expert."""
     whole = torch.ones_like(like)
     if smooth is not None:
-        lines = change(as_rows(smooth)).repeat_interleave(smooth.new_tensor(sizes).long(), 0)
-        whole[: len(lines)] = lines
+        begin = 0
+        for line, size in zip(change(as_rows(smooth)), sizes, strict=True):
+            whole[begin : begin + size] = line
+            begin += size
     return whole
 
 

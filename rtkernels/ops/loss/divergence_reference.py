@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.ops.loss.divergence_plan import LOGARITHM, MIXED, PROBABILITY, REVERSE, resolve
+from rtkernels.ops.shared.constants import constant
 
 
 def _mixed(x: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -47,8 +48,10 @@ def reference_fwd(
         return torch.zeros(2, dtype=torch.float32, device=x.device)
     factor, divide = resolve(x.shape, over, factor)
     rows = _without_ignored(_terms(x.float(), target.float(), mode, beta), labels, ignore).sum(-1)
-    count = rows.numel() if labels is None else (labels != ignore).sum()
-    count = torch.as_tensor(count, dtype=torch.float64, device=x.device)
+    if labels is None:
+        count = constant(rows.numel(), torch.float64, x.device)
+    else:
+        count = (labels != ignore).sum().double()
     scale = torch.where(count == 0, 0.0, factor / (count if divide else torch.ones_like(count)))
     return torch.stack((torch.where(scale == 0, 0.0, rows.double().sum() * scale), scale)).float()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.loss import cross_entropy_plan as plans
 from rtkernels.ops.loss import linear_logprob_operators as linear
+from rtkernels.ops.shared.constants import constant
 from rtkernels.runtime.launch.kernel import Kernel
 from rtkernels.runtime.layout import GRID_LIMIT, divisor, group_threads
 from rtkernels.runtime.operator.declared import Argument, Dense, InPlace, Meta, Primitive
@@ -107,8 +108,8 @@ def _pair(student: Tensor, teacher: Tensor, stats: Tensor, temperature: float, b
     log_p = _log_probabilities(teacher, stats[2:4], temperature)
     if kind_of(beta) != MIXED:
         return log_q, log_p, log_q
-    weights = torch.tensor([beta, 1.0 - beta], dtype=log_q.dtype, device=log_q.device).log()
-    return log_q, log_p, torch.logaddexp(log_p + weights[0], log_q + weights[1])
+    of_p, of_q = (constant(weight, log_q.dtype, log_q.device).log() for weight in (beta, 1.0 - beta))
+    return log_q, log_p, torch.logaddexp(log_p + of_p, log_q + of_q)
 
 
 def _times(log: Tensor, x: Tensor) -> Tensor:

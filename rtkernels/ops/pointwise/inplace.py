@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared.constants import constant
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_same, token
 from rtkernels.runtime.launch.kernel import Kernel
@@ -78,7 +79,7 @@ def _plan(x: Meta, y: Meta | None, device: int) -> Steps:
 def _reference(x: Tensor, y: Tensor | None, factor: Tensor | None, alpha: float, beta: float) -> None:
     if x.numel() == 0:
         return
-    alpha, beta = (torch.tensor(v, dtype=torch.float32, device=x.device) for v in (alpha, beta))
+    alpha, beta = (constant(v, torch.float32, x.device) for v in (alpha, beta))
     if factor is not None:
         beta = beta * factor.reshape(())
     if y is None:

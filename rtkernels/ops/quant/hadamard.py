@@ -9,6 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.layout.transpose import transpose
 from rtkernels.ops.quant import quantize_fp8, reference
 from rtkernels.ops.quant.quantize_fp8 import QuantizedBoth, dequantize_fp8
+from rtkernels.ops.shared.constants import constant
 from rtkernels.ops.shared.fp8_layout import E4M3, FP8_DTYPES
 from rtkernels.runtime.call.public import public
 from rtkernels.runtime.checks import check_dimensions, token
@@ -104,7 +105,7 @@ def _transformed(x: Tensor, block: int) -> Tensor:
         a, b = pairs.unbind(-2)
         v = torch.stack((a + b, a - b), -2)
         half *= 2
-    return v.reshape(x.shape) * torch.tensor(_norm(block), dtype=v.dtype, device=v.device)
+    return v.reshape(x.shape) * constant(_norm(block), v.dtype, v.device)
 
 
 def _reference(x: Tensor, block: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from rtkernels.errors import ArgumentError
 from rtkernels.ops.quant.nvfp4_plan import FORMATS, plan_dequantize, plan_quantize, scale_block
 from rtkernels.ops.shared import block_formats as formats
 from rtkernels.ops.shared.block_formats import ELEMENT_RULES, SCALE_RULES
+from rtkernels.ops.shared.constants import constant
 from rtkernels.ops.shared.fp8_layout import check_option
 from rtkernels.ops.shared.row_quant import NVFP4_MAX, finite_amax
 from rtkernels.runtime.layout import check_same, row_count, token
@@ -68,11 +69,7 @@ def _reference_quantize(
             amax = finite_amax(y)
             found = torch.where(amax > 0, formats.divided(amax, NVFP4_MAX), torch.ones_like(amax))
             global_scale = global_out.copy_(torch.full_like(found, static) if static else found)
-        g = (
-            torch.tensor(static, dtype=torch.float32, device=x.device)
-            if global_scale is None
-            else global_scale.reshape(())
-        )
+        g = constant(static, torch.float32, x.device) if global_scale is None else global_scale.reshape(())
         codes, scale = formats.encode_nvfp4(y, g, scale_rule, elem_rule)
     else:
         codes, scale = formats.encode_mx(y, out.dtype, scale_rule)

@@ -292,14 +292,12 @@ def reference_tables(
     half, device = angles.rotary // 2, cos.device
     pairs = torch.arange(half, dtype=torch.int64, device=device)
     streams = torch.zeros_like(pairs)
-    a, b, c = angles.sections
+    a, b, c = angles.sections  # their sum is the number of pairs
     if angles.section_kind == 1:
-        streams = torch.repeat_interleave(
-            torch.arange(3, dtype=torch.int64, device=device), torch.tensor((a, b, c), dtype=torch.int64, device=device)
-        )
+        streams = (pairs >= a).long() + (pairs >= a + b).long()
     elif angles.section_kind == 2:
-        used = torch.tensor((0, 3 * b, 3 * c), dtype=torch.int64, device=device)
-        streams = torch.where(pairs < used[pairs % 3], pairs % 3, 0)
+        own = pairs % 3
+        streams = torch.where(((own == 1) & (pairs < 3 * b)) | ((own == 2) & (pairs < 3 * c)), own, 0)
     rows = torch.stack([_rows(given.positions, given.cu_seqlens, angles, batch, length, s, device) for s in range(3)])
     limit = angles.stream_rows or angles.table_rows
     rows = rows[streams].permute(1, 2, 0)  # batch, length, pair

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.shared.constants import constant
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 SCALE_RULES = ("rne", "ceil", "mse")
 ELEMENT_RULES = ("rne", "away", "zero")
 MSE_FACTORS = (0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125, 1.25, 1.5)
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MX = {torch.float8_e4m3fn: (8, 448.0), torch.float8_e5m2: (15, 57344.0), torch.uint8: (2, 6.0)}  # uint8: e2m1
 
@@ -48,7 +48,11 @@ def pack(codes: Tensor) -> Tensor:
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """Return what codes, 0 to 15, stand for, in float32."""
-    return torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=torch.float32, device=codes.device)[codes.int()]
+    codes = codes.int()
+    exponent, half = (codes >> 1) & 3, codes & 1
+    # The bits of (1 + half / 2) * 2^(exponent - 1); exponent 0 has 0 and 1/2.
+    bits = torch.where(exponent > 0, (exponent + 126) << 23 | half << 22, half * (126 << 23))
+    return bits.view(torch.float32) * (1 - 2 * (codes >> 3))
 
 
 def decode_e2m1(packed: Tensor) -> Tensor:
@@ -129,9 +133,7 @@ def encode_mx(x: Tensor, dtype: torch.dtype, rule: str) -> tuple[Tensor, Tensor]
         codes = pack(encode_e2m1(values))
     else:
         codes = values.clamp(-largest, largest).to(dtype)
-        codes = torch.where(
-            values.isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=x.device), codes.view(torch.uint8)
-        )
+        codes = torch.where(values.isnan(), constant(0x7F, torch.uint8, x.device), codes.view(torch.uint8))
         codes = codes.view(dtype)
     return codes, byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 

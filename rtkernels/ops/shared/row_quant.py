@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtkernels.errors import ArgumentError
 from rtkernels.ops.shared.block_formats import divided, encode_nvfp4, swizzle, swizzled_bytes
+from rtkernels.ops.shared.constants import constant
 from rtkernels.runtime.checks import spell
 from rtkernels.runtime.launch.memory import new_tensor
 from rtkernels.runtime.layout import as_rows, check_same, overlaps_itself, row_count
@@ -218,7 +219,7 @@ def quantize_reference(
             g = torch.where(amax > 0, divided(amax, NVFP4_MAX), torch.ones_like(amax))
             global_out.copy_(g)
         else:
-            g = torch.tensor(static, dtype=torch.float32, device=y.device) if scale is None else scale.reshape(())
+            g = constant(static, torch.float32, y.device) if scale is None else scale.reshape(())
         packed, bytes_ = encode_nvfp4(y, g, "rne", "rne")
         out.copy_(packed)
         if swizzled:
@@ -231,11 +232,7 @@ def quantize_reference(
             s = divided(finite_amax(y), limit).clamp_min(floor)
             scale_out.copy_(s)
         else:
-            s = (
-                scale.reshape(()).clamp_min(floor)
-                if scale is not None
-                else torch.tensor(static, dtype=torch.float32, device=y.device)
-            )
+            s = constant(static, torch.float32, y.device) if scale is None else scale.reshape(()).clamp_min(floor)
         out.copy_(codes_of(y, 1.0 / s, out.dtype))
         return
     if want_kind == "row":
