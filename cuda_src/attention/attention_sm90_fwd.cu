@@ -15,6 +15,7 @@
 //
 // EXTRAS (with bundles of one head, as are sinks): 1 for a soft-cap, a limit per query, or a scale that is not positive, 2 for a bias as well; scores are then
 // computed element by element.
+#include "attention/sm90_bias.cuh"
 #include "attention/sm90_forward.cuh"
 #include "common/tile_scheduler.cuh"
 #include "ptx/barrier.cuh"
@@ -137,6 +138,8 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     const int group = warp / 4, own_row = group * 64 + warp % 4 * 16 + lane / 4, t = lane % 4;
     const bool speaks = lane == 0;
     const float factor = EXTRAS != 0 ? 1.0f : static_cast<float>(args.scale) * kLog2e;
+    const bool vectors = EXTRAS == 2 && bias_in_vectors<T>(args.bias, args.bias_kind, args.bias_batch, args.bias_head,
+                                                           args.bias_row, args.bias_column, args.lkv);
     // Ping-pong: a warpgroup issues its products after the one before it; the first one does not wait at the start.
     auto wait_for_cores = [&] { ptx::named_barrier_sync(1 + group, 256); };
     auto pass_cores = [&] { ptx::named_barrier_arrive(1 + (group + 1) % kGroups, 256); };
@@ -156,21 +159,40 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
 #pragma unroll
         for (float& x : o) x = 0.0f;
 
+        const u8* bias_rows[2];  // both rows of this thread, at key 0
+        BiasVectors<BN / 32 * 32> bias;
+        if (EXTRAS == 2 && args.bias_kind != 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int row = min(tile.m * BM + own_row + 8 * r, static_cast<int>(args.lq) - 1);
+                bias_rows[r] = static_cast<const u8*>(args.bias) +
+                               (tile.batch * args.bias_batch + tile.head * args.bias_head + row * args.bias_row) *
+                                   bias_bytes(args.bias_kind);
+            }
+        }
+        auto load_bias = [&](int n) {
+            if (EXTRAS == 2 && vectors) bias.load(bias_rows, n * BN, static_cast<int>(args.lkv));
+        };
+
         // Turns scores of tile n into probabilities; `correction` rescales what was accumulated before.
         auto to_probabilities = [&](float(&s)[BN / 2], int n, float(&correction)[2]) {
             if constexpr (EXTRAS != 0) {
-                make_scores(s, static_cast<float>(args.scale), static_cast<float>(args.softcap));
-                if (EXTRAS == 2 && args.bias_kind != 0) {
-                    u32 here = index;
-                    ptx::forget(here);  // as below
-                    const QueryTile at(here, tiles, bundles, static_cast<u32>(args.batches),
-                                       static_cast<u32>(args.heads_together));
-                    const Sequence of = sequence_at(at.batch, args.lq, args.lkv, args.cu_q, args.cu_k, args.lengths);
-                    const int row = at.m * BM + own_row, column = n * BN + 2 * t;
-                    add_bias(s, args.bias, static_cast<int>(args.bias_kind),
-                             at.batch * args.bias_batch + at.head * args.bias_head + row * args.bias_row +
-                                 column * args.bias_column,
-                             8 * args.bias_row, args.bias_column, of.lq - row, of.keys - column);
+                const float scale = static_cast<float>(args.scale), softcap = static_cast<float>(args.softcap);
+                if (EXTRAS == 2 && softcap == 0.0f) {
+#pragma unroll
+                    for (float& x : s) x *= scale * kLog2e;
+                } else {
+                    make_scores(s, scale, softcap);
+                }
+                if constexpr (EXTRAS == 2) {
+                    if (vectors) {
+                        bias.template add_to<T>(s);
+                    } else if (args.bias_kind != 0) {
+                        const i64 step = args.bias_column * bias_bytes(args.bias_kind);
+                        const int column = n * BN + 2 * t;
+                        const u8* const from[2] = {bias_rows[0] + column * step, bias_rows[1] + column * step};
+                        add_bias_elements(s, args.bias_kind, from, step, static_cast<int>(args.lkv) - column);
+                    }
                 }
             }
             if ((EXTRAS != 0 && args.kv_limit != nullptr) || n * BN < own.all.first || n * BN + BN > own.all.end) {
@@ -190,7 +212,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
             const int first = own.any.first / BN, last = (own.any.end - 1) / BN;
             multiply_tiles<T, T, QTile, KTile, VTile, EXTRAS == 0>(o, ConsumerPipes<kStages>{q_pipe, k_pipe, v_pipe}, pipe_states,
                                                                 q_tile + group * 64 * kTileRow, k_tiles, v_tiles, first, last,
-                                                                wait_for_cores, pass_cores, to_probabilities);
+                                                                wait_for_cores, pass_cores, to_probabilities, load_bias);
         }
 
         ptx::forget(index);  // the position of this tile is computed again to save registers above

@@ -17,17 +17,22 @@ struct ConsumerStates {
     PipelineState<kStages> k, v;
 };
 
+struct NothingBefore {
+    RTK_DEVICE void operator()(int) const {}
+};
+
 // Adds softmax(q k^T) v of tiles last..first, in that order, to `o`: 64 rows of a tile of queries from byte `own_q` on. T is
 // the type of q and k, V that of values and of the probabilities that they are multiplied by.
 // A tile's scores are multiplied while the values of the tile before are; `to_probabilities(s, n, correction)` turns
 // scores of tile n into probabilities, and `correction` rescales what was accumulated before. OVERLAP: the latter overlaps
 // the product with values, too, which keeps the registers of its probabilities. Warpgroups take turns on the tensor cores
-// between wait_for_cores and pass_cores.
+// between wait_for_cores and pass_cores. `before(n)` is called before tile n is waited for.
 template <typename T, typename V, typename QTile, typename KTile, typename VTile, bool OVERLAP, int kStages, int N, typename Wait,
-          typename Pass, typename Softmax>
+          typename Pass, typename Softmax, typename Before = NothingBefore>
 RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipes, ConsumerStates<kStages>& states,
                                ptx::SharedAddress own_q, ptx::SharedAddress k_tiles, ptx::SharedAddress v_tiles, int first,
-                               int last, const Wait& wait_for_cores, const Pass& pass_cores, const Softmax& to_probabilities) {
+                               int last, const Wait& wait_for_cores, const Pass& pass_cores, const Softmax& to_probabilities,
+                               const Before& before = {}) {
     constexpr int BN = KTile::kRows;
     const bool speaks = threadIdx.x % kWarp == 0;
     u32 p[BN / 16][4];
@@ -51,6 +56,7 @@ RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipe
         if (speaks) pipes.v.release(states.v);
         states.v.advance();
     };
+    before(last);
     pipes.q.wait(states.q);
     pipes.k.wait(states.k);
     wait_for_cores();
@@ -62,6 +68,7 @@ RTK_DEVICE void multiply_tiles(float (&o)[N], const ConsumerPipes<kStages>& pipe
     pack_rows<V>(p, s);
 #pragma unroll 1
     for (int n = last - 1; n >= first; --n) {
+        before(n);
         pipes.k.wait(states.k);
         wait_for_cores();
         multiply_keys();

@@ -78,6 +78,22 @@ RTK_DEVICE void pack_rows(u32 (&to)[N / 8][4], const float (&s)[N]) {
         for (int i = 0; i < 4; ++i) to[k][i] = packed_pair<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
+// Transposes the words of a quad: word i of lane t becomes word t of lane i. Where pairs of columns are 8 columns apart,
+// each lane then has 8 neighbours, and the other way round. All lanes of a warp must call this.
+RTK_DEVICE void exchange_in_quad(u32 (&w)[4]) {
+    const int t = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 got = __shfl_xor_sync(0xffffffffu, t & 1 ? w[i] : w[i + 1], 1);
+        (t & 1 ? w[i] : w[i + 1]) = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 got = __shfl_xor_sync(0xffffffffu, t & 2 ? w[i] : w[i + 2], 2);
+        (t & 2 ? w[i] : w[i + 2]) = got;
+    }
+}
+
 // Stores two accumulator rows of this thread, each at an address of its own (null: no such row), times times[r], rounded,
 // and the first `columns` columns, a multiple of 8. The four lanes of a quad exchange pairs until each has 8 neighbours,
 // 16 bytes; addresses are aligned to that. All lanes of a warp must call this.
@@ -93,16 +109,7 @@ RTK_DEVICE void store_rows_at(T* const (&to)[2], int columns, const float (&d)[N
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 w[i] = packed_pair<T>(d[4 * (j + i) + 2 * r] * times[r], d[4 * (j + i) + 2 * r + 1] * times[r]);
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                const u32 got = __shfl_xor_sync(0xffffffffu, t & 1 ? w[i] : w[i + 1], 1);
-                (t & 1 ? w[i] : w[i + 1]) = got;
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 got = __shfl_xor_sync(0xffffffffu, t & 2 ? w[i] : w[i + 2], 2);
-                (t & 2 ? w[i] : w[i + 2]) = got;
-            }
+            exchange_in_quad(w);
             if (to[r] != nullptr && 8 * (j + t) < columns) ptx::st<16>(to[r] + 8 * (j + t), Raw<16>{{w[0], w[1], w[2], w[3]}});
         }
     }
@@ -153,36 +160,6 @@ RTK_DEVICE void make_scores(float (&s)[N], float scale, float softcap) {
         const float inside = scale / softcap, outside = softcap * kLog2e;
 #pragma unroll
         for (float& x : s) x = outside * tanh_by_ex2(x * inside);
-    }
-}
-
-// Adds a bias to scores in units of log2. `at`, `row_step`, `column_step`: address of this thread's first element, and
-// distances to its second row and to the next column. Only `rows` rows and `columns` columns from there exist.
-template <typename B, int N>
-RTK_DEVICE void add_bias_of(float (&s)[N], const void* bias, i64 at, i64 row_step, i64 column_step, int rows, int columns) {
-    const B* p = static_cast<const B*>(bias) + at;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int j = 0; j < N / 4; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float value[1] = {0.0f};
-                if (8 * r < rows && 8 * j + c < columns) load_keep<B, 1>(p + r * row_step + (8 * j + c) * column_step, value);
-                float& score = s[4 * j + 2 * r + c];
-                score += kLog2e * value[0];
-                ptx::keep(score);  // one load after the other: registers are short
-            }
-}
-template <int N>
-RTK_DEVICE void add_bias(float (&s)[N], const void* bias, int kind, i64 at, i64 row_step, i64 column_step, int rows,
-                         int columns) {
-    if (kind == 1) {
-        add_bias_of<bf16>(s, bias, at, row_step, column_step, rows, columns);
-    } else if (kind == 2) {
-        add_bias_of<fp16>(s, bias, at, row_step, column_step, rows, columns);
-    } else {
-        add_bias_of<float>(s, bias, at, row_step, column_step, rows, columns);
     }
 }
 

@@ -93,13 +93,21 @@ def _as_bias(mask: Tensor | None, query: Tensor, shape: tuple[int, ...]) -> Tens
         return None
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=mask.device)
-        mask = torch.where(mask, zero, float("-inf"))
+        mask = torch.where(_collapsed(mask), zero, float("-inf"))
     try:
         return mask.expand(shape).reshape(-1, *shape[-3:]) if len(shape) != 4 else mask.expand(shape)
     except RuntimeError:
         raise ArgumentError(
             f"attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {shape}"
         ) from None
+
+
+def _collapsed(mask: Tensor) -> Tensor:
+    """Return a mask with a size of 1 in place of dimensions that were expanded, so that they are not written out."""
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def _spelled(t: object) -> str:

@@ -245,6 +245,64 @@ def test_forward_bias_and_sinks(dtype: torch.dtype) -> None:
     check_forward(*qkv(2, 19, 70, 2, 1, 64), extra)
 
 
+BIASES = {  # heads of queries and keys, width, queries, keys, shape of the bias, options
+    "a matrix per sequence": (4, 2, 128, 70, 200, (2, 1, 70, 200), {}),
+    "a matrix per head": (2, 2, 128, 131, 96, (1, 2, 131, 96), {}),
+    "full, narrow heads": (2, 1, 64, 20, 264, (2, 2, 20, 264), {}),
+    "a row per sequence": (2, 1, 64, 140, 136, (2, 1, 1, 136), {}),
+    "a number per query": (1, 1, 128, 9, 104, (1, 1, 9, 1), {}),
+    "fewer keys than a vector of a quad": (1, 1, 128, 3, 8, (1, 1, 3, 8), {}),
+    "causal": (1, 1, 128, 40, 120, (2, 1, 40, 120), {"right": 0}),
+    "soft-cap": (1, 1, 64, 40, 120, (2, 1, 40, 120), {"softcap": 2.0}),
+    "odd keys": (2, 1, 128, 20, 201, (2, 1, 20, 201), {}),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+@pytest.mark.one_in(4)
+def test_forward_bias(case: str) -> None:
+    heads, heads_kv, width, queries, keys, shape, options = BIASES[case]
+    bias = random(*shape, seed=3)
+    bias[random(*shape, seed=5) > 1] = -math.inf
+    bias[0, :, 2:3] = -math.inf  # a query that attends to nothing, if there is one for each
+    check_forward(*qkv(2, queries, keys, heads, heads_kv, width), {"bias": bias}, **options)
+
+
+@pytest.mark.parametrize("place", ("offset", "columns apart", "padded rows", "transposed", "fp16", "fp32"))
+@pytest.mark.one_in(3)
+def test_forward_bias_of_any_strides(place: str) -> None:
+    """Vectors are loaded only from rows that begin at multiples of 16 bytes, of q's type, with contiguous keys."""
+    queries, keys = 24, 104
+    bias = {
+        "offset": lambda: random(queries * keys + 1, seed=3)[1:].view(queries, keys),
+        "columns apart": lambda: random(queries, 2 * keys, seed=3)[:, ::2],
+        "padded rows": lambda: random(queries, keys + 4, seed=3)[:, :keys],
+        "transposed": lambda: random(keys, queries, seed=3).T,
+        "fp16": lambda: random(queries, keys, seed=3, dtype=torch.float16),
+        "fp32": lambda: random(queries, keys, seed=3, dtype=torch.float32),
+    }[place]()
+    check_forward(*qkv(1, queries, keys, 2, 1, 64), {"bias": bias[None, None]})
+
+
+def test_forward_bias_of_fp16() -> None:
+    bias = random(1, 2, 20, 40, seed=3, dtype=torch.float16)
+    check_forward(*qkv(1, 20, 40, 2, 1, 128, dtype=torch.float16), {"bias": bias})
+
+
+def test_forward_bias_of_sequences_with_lengths() -> None:
+    """A bias of keys behind the last one is not used, whatever it holds."""
+    lengths = torch.tensor([130, 0, 7], dtype=torch.int32)
+    bias = random(3, 1, 9, 200, seed=3)
+    for b, n in enumerate(lengths.tolist()):
+        bias[b, :, :, n:] = math.nan
+    q, k, v = qkv(3, 9, 200, 1, 1, 128)
+    p = describe(q, k, v, extra := {"lengths": lengths, "bias": bias})
+    out, lse = forward(p, q, k, v, extra)
+    want, want_lse = exact(p, q, k, v, extra)
+    near(out, want, UNIT[q.dtype])
+    assert torch.equal(torch.isinf(lse), torch.isinf(want_lse))
+
+
 def test_forward_sinks_where_nothing_is_seen() -> None:
     check_forward(*qkv(1, 40, 30, 2, 2, 64), {"sinks": random(2, dtype=torch.float32)}, right=0)
 

@@ -11,6 +11,7 @@ from support.places import at
 from torch import Tensor
 
 from rtkernels import ArgumentError, emulate, sdpa
+from rtkernels.ops.attention.sdpa import _as_bias
 
 BF16 = torch.bfloat16
 
@@ -66,6 +67,40 @@ def test_rows_without_keys_are_zero() -> None:
     mask = torch.tensor([True, False, True]).view(3, 1).expand(3, 4)
     out = sdpa(q, k, v, mask)
     assert not out[:, :, 1].any() and not out.isnan().any()
+
+
+@at("cpu", "sm_90")
+def test_expanded_masks_are_not_written_out(place: str) -> None:
+    """A mask that was expanded over heads and queries becomes a bias of one row, and counts for all of them."""
+    q, k, v = (random(2, 3, 9, 16, seed=i) for i in range(3))
+    row = (random(2, 9, seed=3) > -0.5).view(2, 1, 1, 9)
+    shape = (2, 3, 9, 9)
+    assert _as_bias(row.expand(shape), q, shape).untyped_storage().nbytes() == 2 * row.numel()
+    with running_on(place):
+        assert torch.equal(sdpa(q, k, v, row.expand(shape)), sdpa(q, k, v, row))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", (64, 96, 128))
+@pytest.mark.parametrize(
+    "shape", ((2, 1, 1, 1032), (2, 1, 520, 1032), (1, 4, 520, 1032), (2, 4, 520, 1032), (520, 1032), (1, 1, 519, 1031))
+)
+@pytest.mark.parametrize("floating", (False, True))
+def test_masks_on_a_gpu(shape: tuple[int, ...], width: int, floating: bool) -> None:
+    queries, keys = shape[-2] if shape[-2] > 1 else 520, shape[-1]
+    q, k, v = random(2, 4, queries, width), random(2, 4, keys, width, seed=1), random(2, 4, keys, width, seed=2)
+    mask = random(*shape, seed=3)
+    if shape[-2] > 1:
+        mask[..., 2, :] = -9.0  # bool: a query that attends to nothing
+    seen = mask > -0.5
+    mask = mask.masked_fill(~seen, float("-inf")) if floating else seen
+    q, k, v, mask = (t.cuda() for t in (q, k, v, mask))
+    bias = mask.double() if floating else torch.zeros(shape).double().cuda().masked_fill(~mask, float("-inf"))
+    s = q.double() @ k.double().transpose(-1, -2) * width**-0.5 + bias
+    wanted = s.softmax(-1).nan_to_num() @ v.double()
+    out = sdpa(q, k, v, mask)
+    assert_near(out, wanted, 2.0**-6, "out")
+    assert torch.equal(out, sdpa(q, k, v, mask))
 
 
 def test_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
