@@ -255,12 +255,13 @@ def test_gradients_inside_chunks_are_by_wgmma(place: str) -> None:
     assert not kernels
 
 
-@at("cuda")
+@at("sm_80", "cuda")
 def test_reflections_without_wgmma(place: str) -> None:
+    """Sums of products by T and K^T nearly cancel: with right operands in one part dv is off by 2^-2."""
     q, k, v, g, _, state = inputs(300, 1, 2, 96, 136, 1, BF16)
     tensors = [q, k[:1].expand_as(k).contiguous(), v, torch.full_like(g, -0.001), torch.full_like(g, 2.0), state]
     with without_wgmma():
-        check(tensors, None, place, tolerance=2.0**-3)
+        check(tensors, None, place, tolerance=2.0**-4)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
