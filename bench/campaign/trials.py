@@ -21,7 +21,6 @@ class Trial(NamedTuple):
 
 _SWAPPED = "tests/ops/gemm/test_decode_linear_swapped.py"
 _CODES = "tests/ops/gemm/test_decode_linear_swapped_codes.py"
-_DELTA = "tests/ops/attention/test_gated_delta_rule.py"
 TRIALS = (
     Trial(
         "steps by gemm_swapped_sm90",
@@ -35,14 +34,6 @@ TRIALS = (
             for name in ("codes_of_9_to_64_rows", "norm_gate_and_residual", "nvfp4", "a_chain_of_steps_in_a_graph")
         ),
         r"^decode_linear (16|32|64)x.*_(fp8|int4|nvfp4)$",
-    ),
-    Trial(
-        "gated_delta_rule_grads_sm90",
-        (
-            f"{_DELTA}::test_gradients_by_wgmma", f"{_DELTA}::test_gradients_by_wgmma_of_packed_sequences",
-            f"{_DELTA}::test_reflections",
-        ),
-        r"^gated_delta_rule_bwd ",
     ),
 )  # fmt: skip
 WITH = ", untried"  # behind the shape of a row with the switch turned on

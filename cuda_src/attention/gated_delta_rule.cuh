@@ -16,6 +16,15 @@ template <typename T, typename Tile>
 RTK_DEVICE void write_pair(u8* tile, int row, int n, int lane, float lo, float hi) {
     *reinterpret_cast<u32*>(tile + Tile::offset(row, n) + lane % 4 * 4) = packed_pair<T>(lo, hi);
 }
+// The same in two parts, the rounded remainder in a tile of its own.
+template <typename T, typename Tile>
+RTK_DEVICE void write_parts(u8* tile, u8* remainder, int row, int n, int lane, float lo, float hi) {
+    const u32 pair = packed_pair<T>(lo, hi), at = Tile::offset(row, n) + lane % 4 * 4;
+    float rounded[2];
+    unpack<T, 2>(Raw<4>{{pair}}, rounded);
+    *reinterpret_cast<u32*>(tile + at) = pair;
+    *reinterpret_cast<u32*>(remainder + at) = packed_pair<T>(lo - rounded[0], hi - rounded[1]);
+}
 
 // The state of a head in a scan, or its gradient: [d_k][d_v] fp32 in memory, of which a block has the columns of a tile
 // from `column0` on and a warp 16 rows in registers. As T in shared memory it is an operand of products.
@@ -169,6 +178,18 @@ RTK_DEVICE void columns_by_columns(float (&d)[N][4], const u8* left, int column,
         u32 a[4];
         Left::left_transposed(a, left, 16 * step, column / 16, lane);
         by_columns<T, Right>(d, a, right, 16 * step, lane);
+    }
+}
+
+// The same over all rows, with the right operand in two parts.
+template <typename T, typename Left, typename Right, int N>
+RTK_DEVICE void columns_by_parts(float (&d)[N][4], const u8* left, int column, const u8* right, const u8* remainder, int lane) {
+#pragma unroll
+    for (int step = 0; step < kDelta / 16; ++step) {
+        u32 a[4];
+        Left::left_transposed(a, left, 16 * step, column / 16, lane);
+        by_columns<T, Right>(d, a, right, 16 * step, lane);
+        by_columns<T, Right>(d, a, remainder, 16 * step, lane);
     }
 }
 

@@ -2,7 +2,7 @@
 // dS of the state behind a chunk,
 //     dU = P^T dO + F K dS,  dR = T^T dU,  dV = beta dR,
 //     dS before it = exp(c_end) dS + scale (E Q)^T dO - (beta E K)^T dR.
-// Owners and stages as in gated_delta_rule_scan.cu; warps 0 to 3 compute dU and dR. Meanwhile warps 4 to 7 write dR and dV of
+// Owners, stages and operands in two parts as in gated_delta_rule_scan.cu; warps 0 to 3 compute dU and dR. Meanwhile warps 4 to 7 write dR and dV of
 // the chunk behind, dS, load tiles, and scale dO. `dstates` gets
 // dS behind each chunk as T, [chunks][heads][d_k][d_v], and `drest` dR as T, [chunks][heads][64][d_v].
 // If `solve` is null, dR is dU and the state does not meet keys; `skip`, if not null, times dO is added to dV.
@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(256, 1)
     extern __shared__ __align__(128) u8 shared[];
     const int count = static_cast<int>(stages);
     u8* const state_tile = shared + count * kStageBytes;
-    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // dU
-    u8* const factor_tile = rest_tile + kVBytes;            // dR times its factors
+    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // dU, later the remainder of the next one
+    u8* const factor_tile = rest_tile + kVBytes;            // the remainder of dU, later dR times its factors
     u8* const scaled_tile = factor_tile + kVBytes;          // dO times its factors
     u8* const drest_tiles = scaled_tile + kVBytes;          // dR of this chunk and the one behind
     __shared__ float betas[2][kDelta];                      // of the same
@@ -155,12 +155,16 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
 #pragma unroll
-                    for (int n = 0; n < kTiles; ++n)
-                        write_pair<T, VTile>(rest_tile, own_row + lane / 4 + 8 * r, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
+                    for (int n = 0; n < kTiles; ++n) {
+                        const int i = own_row + lane / 4 + 8 * r;
+                        if constexpr (CHANNELS) write_pair<T, VTile>(rest_tile, i, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
+                        else write_parts<T, VTile>(rest_tile, factor_tile, i, n, lane, sums[n][2 * r], sums[n][2 * r + 1]);
+                    }
                 ptx::named_barrier_sync(1, 128);
                 clear_sums(sums);
                 columns_by_columns<T, CTile, VTile>(sums, solve_tile, own_row, rest_tile, warp, kDelta / 16, lane);
                 if constexpr (!CHANNELS) {
+                    columns_by_columns<T, CTile, VTile>(sums, solve_tile, own_row, factor_tile, warp, kDelta / 16, lane);
 #pragma unroll
                     for (int step = 0; step < kDelta / 16; ++step) {
                         if (step < warp) continue;
@@ -169,6 +173,7 @@ __global__ void __launch_bounds__(256, 1)
                         CTile::left_transposed(a, solve_tile, at.row, at.column, lane);
                         by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
                     }
+                    ptx::named_barrier_sync(1, 128);  // all of them have read both parts of dU
                 }
             }
             u8* const drest_tile = drest_tiles + (chunk & 1) * kVBytes;
@@ -182,7 +187,8 @@ __global__ void __launch_bounds__(256, 1)
                 for (int n = 0; n < kTiles; ++n) {
                     const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
                     write_pair<T, VTile>(drest_tile, i, n, lane, lo, hi);
-                    write_pair<T, VTile>(factor_tile, i, n, lane, factor * lo, factor * hi);
+                    if constexpr (CHANNELS) write_pair<T, VTile>(factor_tile, i, n, lane, factor * lo, factor * hi);
+                    else write_parts<T, VTile>(factor_tile, rest_tile, i, n, lane, factor * lo, factor * hi);
                 }
             }
         } else {
@@ -193,7 +199,8 @@ __global__ void __launch_bounds__(256, 1)
                 ptx::named_barrier_sync(2, 128);  // all of them are done with the tiles of the chunk behind
                 fetch(chunk - count + 1);
             }
-#pragma unroll
+            constexpr int kUnroll = CHANNELS ? 2 : 1;  // registers
+#pragma unroll kUnroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
                 float factor = static_cast<float>(scale);
@@ -215,8 +222,11 @@ __global__ void __launch_bounds__(256, 1)
                 scale_rows(state.sums, both);
             }
             columns_by_columns<T, KTile, VTile>(state.sums, query_tile, 16 * warp, scaled_tile, 0, kDelta / 16, lane);
-            if (solve != nullptr)
-                columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
+            if (solve != nullptr) {
+                if constexpr (CHANNELS)
+                    columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, factor_tile, 0, kDelta / 16, lane);
+                else columns_by_parts<T, KTile, VTile>(state.sums, key_tile, 16 * warp, factor_tile, rest_tile, lane);
+            }
             state.show(state_tile);
         }
     }

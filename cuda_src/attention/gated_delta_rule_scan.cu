@@ -4,7 +4,9 @@
 // with the state in fp32 registers, 16 of its rows per warp, and as T in shared memory for products. Warps 0 to 3
 // compute K S, R and U, 16 rows each. Meanwhile warps 4 to 7 add P U of the chunk before and write its result, load tiles
 // of the chunk after the next, and compute Q S. Then all of them update the state. Tiles of chunks have one to three
-// `stages`; with one of them, warps 4 to 7 work on the chunk before, and load, while the others wait.
+// `stages`; with one of them, warps 4 to 7 work on the chunk before, and load, while the others wait. With a decay per head,
+// right operands of T and of K^T are in two parts: where keys are alike and beta is near 2, sums of these products are
+// small beside their terms. The remainder of each is where the other one is not yet, or not any more.
 //
 // `states`, if not null, gets the state before each chunk as T, [chunks][heads][d_k][d_v], and `updates` U as T,
 // [chunks][heads][64][d_v]; `out`, `final`, `initial` may be null. Without `out` and `updates` it is the first pass over
@@ -31,8 +33,8 @@ __global__ void __launch_bounds__(256, 1)
     extern __shared__ __align__(128) u8 shared[];
     const int count = static_cast<int>(stages);
     u8* const state_tile = shared + count * kStageBytes;
-    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // R
-    u8* const decayed_tile = rest_tile + kVBytes;           // U with the decay to the end of the chunk
+    u8* const rest_tile = state_tile + DK * VTile::kPitch;  // R, later the remainder of the next one
+    u8* const decayed_tile = rest_tile + kVBytes;           // the remainder of R, later U with the decay to the end of the chunk
     u8* const update_tiles = decayed_tile + kVBytes;        // U of this chunk and the one before
 
     const int column0 = static_cast<int>(blockIdx.x) * VT, head = static_cast<int>(blockIdx.y);
@@ -143,8 +145,9 @@ __global__ void __launch_bounds__(256, 1)
                 for (int n = 0; n < kTiles; ++n) {
                     float value[2];
                     read_pair<T, VTile>(value_tile, i, n, lane, value);
-                    write_pair<T, VTile>(rest_tile, i, n, lane, beta * (value[0] - before * sums[n][2 * r]),
-                                         beta * (value[1] - before * sums[n][2 * r + 1]));
+                    const float lo = beta * (value[0] - before * sums[n][2 * r]), hi = beta * (value[1] - before * sums[n][2 * r + 1]);
+                    if constexpr (CHANNELS) write_pair<T, VTile>(rest_tile, i, n, lane, lo, hi);
+                    else write_parts<T, VTile>(rest_tile, decayed_tile, i, n, lane, lo, hi);
                 }
             }
             ptx::named_barrier_sync(1, 128);
@@ -156,11 +159,13 @@ __global__ void __launch_bounds__(256, 1)
                 CTile::left(a, solve_tile, own_row, step, lane);
                 by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
                 if constexpr (!CHANNELS) {
+                    by_columns<T, VTile>(sums, a, decayed_tile, 16 * step, lane);
                     const RemainderBlock at(warp, step);
                     CTile::left(a, solve_tile, at.row, at.column, lane);
                     by_columns<T, VTile>(sums, a, rest_tile, 16 * step, lane);
                 }
             }
+            if constexpr (!CHANNELS) ptx::named_barrier_sync(1, 128);  // all of them have read both parts of R
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = own_row + lane / 4 + 8 * r;
@@ -169,7 +174,7 @@ __global__ void __launch_bounds__(256, 1)
                 for (int n = 0; n < kTiles; ++n) {
                     const float lo = sums[n][2 * r], hi = sums[n][2 * r + 1];
                     write_pair<T, VTile>(update_tile, i, n, lane, lo, hi);
-                    if constexpr (!CHANNELS) write_pair<T, VTile>(decayed_tile, i, n, lane, lo * later, hi * later);
+                    if constexpr (!CHANNELS) write_parts<T, VTile>(decayed_tile, rest_tile, i, n, lane, lo * later, hi * later);
                 }
             }
         } else {
@@ -203,7 +208,7 @@ __global__ void __launch_bounds__(256, 1)
             } else {
                 const float by = ptx::ex2(end), both[2] = {by, by};
                 scale_rows(state.sums, both);
-                columns_by_columns<T, KTile, VTile>(state.sums, key_tile, 16 * warp, decayed_tile, 0, kDelta / 16, lane);
+                columns_by_parts<T, KTile, VTile>(state.sums, key_tile, 16 * warp, decayed_tile, rest_tile, lane);
             }
             state.show(state_tile);
         }

@@ -10,7 +10,6 @@ from rtkernels.ops.attention.mma_plan import stride_arguments
 from rtkernels.runtime.invariance import level
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator.declared import Meta
 from rtkernels.runtime.operator.plan import Step
 
@@ -20,7 +19,6 @@ _NUMBERS = 4 * 4 * 64
 _CONSUMER_WARPS = 8
 _HEADS, _CHANNELS, _UNCORRECTED = range(3)
 _MAX_STAGES = 3
-GRADS_BY_WGMMA = Untried("gated_delta_rule_grads_sm90")
 
 _VARIANTS = [(t, d, kind) for t in ("bf16", "fp16") for d in (64, 128) for kind in range(3)]
 SCAN_SM90 = Kernel(
@@ -118,7 +116,7 @@ def reverse(call: Call, q: Meta, k: Meta, dout: Meta, names: dict[str, str], dev
 def grads(call: Call, q: Meta, k: Meta, v: Meta, dout: Meta, device: int) -> Step:
     """Return the launch of gradients inside chunks."""
     has_wgmma = "wgmma" in device_info(device).target.features
-    if not (GRADS_BY_WGMMA and has_wgmma and call.corrected) or call.channels:
+    if not (has_wgmma and call.corrected) or call.channels:
         return plans.grads(call, q, k, v, dout, device)
     kept, stage = (2 * call.width // 64 + 2) * _BOX, (3 + 2 * call.width // 64) * _BOX + _NUMBERS
     launch = GRADS_SM90.bind(

@@ -152,12 +152,22 @@ def test_groups_do_not_change_bits(place: str) -> None:
         assert_equal_bits(check(tensors, None, place), alone)
 
 
-@at("cuda")
-def test_the_scans_without_wgmma(place: str) -> None:
-    with mock.patch.object(gated_delta_rule_scans, "by_wgmma", lambda *_: False):
+@contextmanager
+def without_wgmma() -> Iterator[None]:
+    """Let all kernels be those of GPUs without wgmma."""
+    with (
+        mock.patch.object(gated_delta_rule_scans, "by_wgmma", lambda *_: False),
+        mock.patch.object(gated_delta_rule_scans, "grads", gated_delta_rule_plan.grads),
+    ):
         Plans.forget_all()
-        check(inputs(200, 2, 4, 96, 136, 1, BF16), None, place)
+        yield
     Plans.forget_all()
+
+
+@at("cuda")
+def test_kernels_without_wgmma(place: str) -> None:
+    with without_wgmma():
+        check(inputs(200, 2, 4, 96, 136, 1, BF16), None, place)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
@@ -219,45 +229,39 @@ def test_reflections(name: str, place: str) -> None:
     tensors = [q, k, v, torch.full_like(g, decay), least + (2.0 - least) * beta, state]
     with wgmma_scans(2, 1):  # gradients by wgmma, too
         check(tensors, None, place, tolerance=2.0**-3)
-    if place in ("sm_90", "cuda"):
-        with wgmma_grads():
-            check(tensors, None, place, tolerance=2.0**-3)
-
-
-@contextmanager
-def wgmma_grads() -> Iterator[None]:
-    """Let gradients inside of chunks be by wgmma."""
-    with gated_delta_rule_scans.GRADS_BY_WGMMA.chosen():
-        yield
 
 
 @at("sm_90", "cuda")
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_by_wgmma(name: str, place: str) -> None:
-    tokens, key_heads, heads, d_k, d_v, dtype = CASES[name]
-    with wgmma_grads():
-        check(inputs(tokens, key_heads, heads, d_k, d_v, 1, dtype), None, place)
+def test_packed_sequences_with_three_heads_of_a_key_head(place: str) -> None:
+    tensors = inputs(80, 2, 6, 16, 72, 4, BF16)
+    ends = [0, 1, 1, 67, 77]
+    assert_equal_bits(check(tensors, ends, place), check(tensors, ends, place))
 
 
 @at("sm_90", "cuda")
-def test_gradients_by_wgmma_of_packed_sequences(place: str) -> None:
-    with wgmma_grads():
-        tensors = inputs(80, 2, 6, 16, 72, 4, BF16)
-        ends = [0, 1, 1, 67, 77]
-        assert_equal_bits(check(tensors, ends, place), check(tensors, ends, place))
-        check([*inputs(70, 1, 2, 128, 16, 1, BF16, 20.0)], None, place)
-        q, k, *others = inputs(66, 1, 1, 16, 16, 1, BF16)
-        check([q, k / 4, *others], None, place, l2norm=False)
+def test_wide_keys_and_strong_decays(place: str) -> None:
+    check(inputs(70, 1, 2, 128, 16, 1, BF16, 20.0), None, place)
 
 
-@at("cuda")
-def test_reflections_without_wgmma(place: str) -> None:
-    with mock.patch.object(gated_delta_rule_scans, "by_wgmma", lambda *_: False):
+@at("sm_90")
+def test_gradients_inside_chunks_are_by_wgmma(place: str) -> None:
+    """With a decay per head and a correction by the state; others have the kernels of all GPUs."""
+    kernels = []
+    of_all = gated_delta_rule_plan.grads
+    with mock.patch.object(gated_delta_rule_plan, "grads", lambda *call: (kernels.append(call[0]), of_all(*call))[1]):
         Plans.forget_all()
-        q, k, v, g, _, state = inputs(300, 1, 2, 96, 136, 1, BF16)
-        tensors = [q, k[:1].expand_as(k).contiguous(), v, torch.full_like(g, -0.001), torch.full_like(g, 2.0), state]
-        check(tensors, None, place, tolerance=2.0**-3)
+        check(inputs(20, 1, 1, 16, 16, 1, BF16), None, place)
     Plans.forget_all()
+    assert not kernels
+
+
+@at("sm_80", "cuda")
+def test_reflections_without_wgmma(place: str) -> None:
+    """Sums of products by T and K^T nearly cancel: with right operands in one part dv is off by 2^-2."""
+    q, k, v, g, _, state = inputs(300, 1, 2, 96, 136, 1, BF16)
+    tensors = [q, k[:1].expand_as(k).contiguous(), v, torch.full_like(g, -0.001), torch.full_like(g, 2.0), state]
+    with without_wgmma():
+        check(tensors, None, place, tolerance=2.0**-4)
 
 
 @at("cpu", "sm_80", "sm_90", "cuda")
@@ -306,7 +310,6 @@ def emulated_coverage() -> None:
     test_gated_delta_segments.test_packed_sequences(64, "sm_90")
     test_packed_sequences("sm_80")
     test_packed_sequences("sm_90")
-    test_gradients_by_wgmma("one", "sm_90")
     test_steps_are_the_whole("sm_90")
     test_kda.test_packed_sequences("sm_90")
     test_kda.test_steps_are_the_whole("sm_90")
