@@ -189,7 +189,7 @@ def is_faster(product: Product, info: DeviceInfo) -> bool:
     p = product
     if not CHUNK_ROWS < p.m <= AUTOMATIC_ROWS or p.n == 0:
         return False
-    if unsupported(p, info.target) is not None:
+    if unsupported(p, info.target) is not None or p.gate is not None:
         return False
     if p.m <= 32 and _is_small(p) and p.a.token in FLOAT16:
         return False
