@@ -208,7 +208,7 @@ def test_many_rows_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     program.prepare()
     found, own = [], swapped_codes_plan.launches
     monkeypatch.setattr(swapped_codes_plan, "launches", lambda *p, **options: found.append(p) or own(*p, **options))
-    with torch.no_grad(), rtkernels.emulate("sm_90"), swapped_codes_plan.RUN_ON_GPU.chosen():
+    with torch.no_grad(), rtkernels.emulate("sm_90"):
         got = program.logits(model).double()
     assert error(got, wanted) < 0.01 and len(found) == 4
 
@@ -220,8 +220,7 @@ def test_many_rows_on_a_gpu(weights: str) -> None:
     exact = logits(dequantized(model), ids)[:, -1]
     before = error(logits(model, ids)[:, -1], exact)
     report = models.patch(model, attention=True, fused_layers=True)
-    with swapped_codes_plan.RUN_ON_GPU.chosen():
-        assert error(_step(model, ids), exact) <= 1.5 * before
+    assert error(_step(model, ids), exact) <= 1.5 * before
     assert set(report.in_steps.values()) == {None}
 
 

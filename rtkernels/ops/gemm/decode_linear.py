@@ -176,7 +176,7 @@ def unsupported(
 
 def serves_many(a: Tensor, b: Tensor, gated: bool, norm: bool) -> bool:
     """Return True if ``generate()`` takes this op for more rows than ``decoding.OWN_ROWS``."""
-    if not swapped_plan.RUN_ON_GPU or level() or not a.is_cuda:
+    if level() or not a.is_cuda:
         return False
     metas = map(meta_of, (a, b))
     call = DecodeLinear(*metas, *(None,) * 6, "silu" if gated else None, gated, False)
@@ -187,7 +187,7 @@ def serves_many_codes(
     rows: int, dtype: torch.dtype, b: Tensor, scale_b: Tensor | None, packed: str | None, global_scale: Tensor | None
 ) -> bool:  # fmt: skip
     """Return the same for weights of codes and so many dense rows of a; a gate and a norm make no difference."""
-    if not swapped_codes_plan.RUN_ON_GPU or level() or not b.is_cuda:
+    if level() or not b.is_cuda:
         return False
     k = b.shape[1] * (1 if packed is None else 2)
     a = Meta(dtype, (rows, k), (k, 1), b.get_device(), 0)

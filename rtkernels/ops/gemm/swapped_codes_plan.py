@@ -10,12 +10,10 @@ from rtkernels.ops.gemm.product import BYTES, Product, Scales
 from rtkernels.ops.gemm.swapped_plan import ACTS, TYPES, Shape
 from rtkernels.runtime.launch.device import device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
 
 MIN_ROWS, MAX_ROWS = 9, 64
-RUN_ON_GPU = Untried("steps by gemm_swapped_codes_sm90")
 
 # As in gemm_swapped_codes_sm90.cu.
 _DEPTH = 128  # of k, of a step; codes that share a scale along k
@@ -119,7 +117,7 @@ def shape_of(p: Product, sms: int) -> Shape:
 
 def serves_step(product: Product, target: Target) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
-    return bool(RUN_ON_GPU) and unsupported(product, target) is None
+    return unsupported(product, target) is None
 
 
 def launches(product: Product, device: int, *, norm: bool = False, constant: bool = False) -> Steps:

@@ -14,7 +14,6 @@ from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product
 from rtkernels.ops.gemm.tile_choice import loads
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
 from rtkernels.runtime.launch.kernel import Kernel
-from rtkernels.runtime.launch.untried import Untried
 from rtkernels.runtime.operator.plan import Boxes, Step, Steps, box_strides
 from rtkernels.runtime.targets import Target
 
@@ -22,9 +21,6 @@ MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
 CHUNK_ROWS = 16  # up to which others are chosen for products, and `chunk_plan` for steps with few weights
 AUTOMATIC_ROWS = 64  # up to which the backend is chosen where `is_faster` says so
-# A norm in front, a gate, and loads of weights before the previous kernel has ended were not run on a GPU yet, so
-# nothing chooses them, and `decode_linear` not this kernel.
-RUN_ON_GPU = Untried("steps by gemm_swapped_sm90")
 
 # As in gemm_swapped_sm90.cu.
 _ROW = 128  # bytes of k in a stage, of every row
@@ -193,7 +189,7 @@ def is_faster(product: Product, info: DeviceInfo) -> bool:
     p = product
     if not CHUNK_ROWS < p.m <= AUTOMATIC_ROWS or p.n == 0:
         return False
-    if unsupported(p, info.target) is not None or (p.gate is not None and not RUN_ON_GPU):
+    if unsupported(p, info.target) is not None or p.gate is not None:
         return False
     if p.m <= 32 and _is_small(p) and p.a.token in FLOAT16:
         return False
@@ -207,7 +203,7 @@ def serves_step(product: Product, target: Target, norm: bool) -> bool:
     """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
     p = product
     is_latency = p.m <= CHUNK_ROWS and _is_small(p)
-    return bool(RUN_ON_GPU) and p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
+    return p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:
@@ -245,8 +241,7 @@ def launches(
         return Boxes(name, token, sizes, box_strides(sizes, (pitch,), size), (_ROW // size, count))
 
     flags = (
-        _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * (constant and bool(RUN_ON_GPU))
-        + _ADD_LAST * add_last
+        _GATED * (p.gate is not None) + _ACCUMULATE * p.accumulate + _CONSTANT * constant + _ADD_LAST * add_last
     )  # fmt: skip
     types = TYPES.get(p.bias, 0), TYPES.get(p.add, 0), TYPES[p.out.token], ACTS[p.gate or p.act]
     scale_steps = [s.row_pitch if s is not None and s.rows else 0 for s in (p.scale_a, p.scale_b)]

@@ -9,7 +9,7 @@ from support.places import at, emulated
 
 import rtkernels
 from rtkernels.errors import ArgumentError, RtkError
-from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan, swapped_codes_plan
+from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.ops.quant import pack
@@ -357,5 +357,4 @@ def emulated_coverage() -> None:
             for m in (1, 8):
                 x, codes, scale, whole = _nvfp4(m, 8, 256)
                 rtkernels.decode_linear(x, codes, scale, packed="e2m1", global_scale=whole)
-            with swapped_codes_plan.RUN_ON_GPU.chosen():
-                FORWARD.call(*case("int4_group", 17, 8, 128)[0])
+            FORWARD.call(*case("int4_group", 17, 8, 128)[0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from ops.gemm.test_decode_linear import BF16, FP16, case
@@ -12,13 +10,10 @@ from support.inference import assert_captures
 from support.places import at
 
 import rtkernels
-from bench.campaign.trials import TRIALS
-from bench.rows import rows_of
 from rtkernels.ops.gemm import swapped_plan
-from rtkernels.ops.gemm.decode_linear import FORWARD, DecodeLinear, _describe
+from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.runtime import targets
-from rtkernels.runtime.operator.kinds import meta_of
 
 
 @at("sm_90", "cuda")
@@ -43,36 +38,20 @@ def test_nine_to_64_rows_by_wgmma(
         case("16bit", m, n, k, FP16, gated=True, act="gelu_tanh", add=True, factor=2.0),
     ):
         given = (*arguments[:10], constant, *arguments[11:])
-        with swapped_plan.RUN_ON_GPU.chosen(), running_on(place) as device:
+        with running_on(place) as device:
             out = FORWARD.call(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in given)).cpu()
         assert ((out.double() - exact).abs() <= error).all()
     assert len(found) == 4
 
 
-def test_what_was_not_run_on_a_gpu_is_not_chosen() -> None:
+def test_steps_that_take_the_kernel() -> None:
     chosen, sm_90 = swapped_plan.serves_step, targets.parse("sm_90a")
     matrix = Matrix("bf16", 4096)
     product = Product(32, 4096, 4096, matrix, matrix, matrix)
-    assert not any(chosen(product, sm_90, norm) for norm in (False, True))
-    with swapped_plan.RUN_ON_GPU.chosen():
-        assert chosen(product, sm_90, True) and chosen(product._replace(m=16, gate="silu"), sm_90, True)
-        assert not chosen(product._replace(m=16, n=512), sm_90, True)
-        assert not chosen(product._replace(m=65), sm_90, False)
-
-
-def test_rows_of_the_trial_take_the_kernel() -> None:
-    """``bench campaign`` times these with and without it."""
-    (trial,) = (trial for trial in TRIALS if trial.switch == swapped_plan.RUN_ON_GPU.name)
-    rows = [row for row in rows_of("decode_linear") if re.search(trial.rows, row.label)]
-    assert len(rows) >= 3
-    for row in rows:
-        given = row.make("meta", torch.Generator())
-        metas = (meta_of(given[name]) for name in ("a", "b"))
-        gated = "gated" in row.shape
-        call = DecodeLinear(*metas, *(None,) * 6, "silu" if gated else None, gated, False)
-        with swapped_plan.RUN_ON_GPU.chosen():
-            has_norm = given["norm_weight"] is not None
-            assert swapped_plan.serves_step(_describe(call).product, targets.parse("sm_90a"), has_norm), row.label
+    assert chosen(product, sm_90, True) and chosen(product._replace(m=16, gate="silu"), sm_90, True)
+    assert not chosen(product._replace(m=16, n=512), sm_90, True)
+    assert not chosen(product._replace(m=65), sm_90, False)
+    assert not chosen(product, targets.parse("sm_80"), False)
 
 
 @pytest.mark.gpu
@@ -89,5 +68,4 @@ def test_a_chain_of_steps_of_many_rows_in_a_graph() -> None:
             y = rtkernels.decode_linear(y, down, add=x, factor=0.01, constant=True)
         return y
 
-    with swapped_plan.RUN_ON_GPU.chosen():
-        assert_captures(chain)
+    assert_captures(chain)

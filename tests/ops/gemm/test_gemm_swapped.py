@@ -75,10 +75,11 @@ def test_scales_bias_add_and_activation(where: str, size: tuple[int, ...], monke
     given = {"bias": bias, "add": add, "act": "silu", "out_dtype": torch.float32}
     found = computed(where, rtkernels.scaled_mm, a, b, scale_a, scale_b, **given)
     sums = (a.double() @ b.double().t()) * scale_a[:, None] * scale_b + bias + add
-    near(found, F.silu(sums))
+    tolerance = 1e-3 if where == "cuda" else 1e-5  # tensor cores keep 14 bits of e4m3 sums, until 128 of k are added
+    near(found, F.silu(sums), tolerance)
     one = torch.tensor(0.5, device=a.device)
     near(computed(where, rtkernels.scaled_mm, a, b, one, one, acc="fast", out_dtype=torch.float32),
-         0.25 * (a.double() @ b.double().t()))  # fmt: skip
+         0.25 * (a.double() @ b.double().t()), tolerance)  # fmt: skip
 
 
 @PLACES
