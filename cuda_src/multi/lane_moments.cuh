@@ -118,25 +118,33 @@ RTK_DEVICE void round_stochastically(const Origin& origin, u64 place, const floa
             for (int k = 0; k < 4; ++k) words.w[k] = words.w[k] >> 16 | (k < 3 ? words.w[(k + 1) % 4] : bits) << 16;
         }
     }
-    u32 half[kEach];
+    u32 number[kEach];
+    float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const u32 bits = words.w[i / 2] >> 16 * (i % 2) & 0xffffu;
-        const u32 number = __float_as_uint(f[i]);
-        const bool finite = (number & 0x7f800000u) != 0x7f800000u;
-        half[i] = (number + (finite ? bits : 0u)) >> 16;
-        if (!finite && (number & 0x7fffffu) != 0) half[i] |= 0x40u;  // NaN stays NaN
+        const u32 bits = i % 2 ? words.w[i / 2] >> 16 : words.w[i / 2] & 0xffffu;
+        number[i] = __float_as_uint(f[i]) + bits;
+        largest = ptx::max_nan(largest, fabsf(f[i]));
+    }
+    if (!(largest <= 3.4028234e38f)) {  // infinities stay, and NaN stays NaN
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const u32 exact = __float_as_uint(f[i]), magnitude = exact & 0x7fffffffu;
+            if (magnitude >= 0x7f800000u) number[i] = magnitude > 0x7f800000u ? exact | 0x400000u : exact;
+        }
     }
 #pragma unroll
-    for (int i = 0; i < kEach; i += 2) out.w[i / 2] = half[i] | half[i + 1] << 16;
+    for (int i = 0; i < kEach; i += 2) out.w[i / 2] = __byte_perm(number[i], number[i + 1], 0x7632u);
 }
 
 // The largest magnitude among LANES neighbouring lanes; NaN if there is one.
 template <int LANES>
 RTK_DEVICE float lanes_amax(const float (&f)[kEach]) {
-    u32 bits = 0;
+    float largest = 0.0f;
 #pragma unroll
-    for (float v : f) bits = max(bits, __float_as_uint(v) & 0x7fffffffu);
+    for (float v : f) largest = ptx::max_nan(largest, fabsf(v));
+    u32 bits = __float_as_uint(largest);
+    if constexpr (LANES == kWarp) return __uint_as_float(__reduce_max_sync(0xffffffffu, bits));
 #pragma unroll
     for (int offset = LANES / 2; offset > 0; offset /= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
     return __uint_as_float(bits);
@@ -150,39 +158,69 @@ struct MomentMaps {
 
 template <>
 struct MomentMaps<kDynamic> {
-    DynamicMap<8> maps[2];
+    DynamicMap<8, true> first;
+    DynamicMap<8, false> second;
 
     RTK_DEVICE void fill(int thread) {
         if (thread < 128) {
-            maps[0].template fill<true>(thread);
+            first.fill(thread);
         } else {
-            maps[1].template fill<false>(thread - 128);
+            second.fill(thread - 128);
         }
     }
+    // Of one of eight elements, in two words.
     template <bool SIGNED>
-    RTK_DEVICE float value(u32 code) const {
-        return maps[SIGNED ? 0 : 1].template value<SIGNED>(code);
+    RTK_DEVICE float value(const u32* words, int i) const {
+        const u32 word = words[i / 4], byte = static_cast<u32>(i % 4);
+        if constexpr (SIGNED) return first.value(word, byte);
+        return second.value(word, byte);
     }
+    // The codes of eight numbers.
     template <bool SIGNED>
-    RTK_DEVICE u32 code(float number) const {
-        return maps[SIGNED ? 0 : 1].template code<SIGNED>(number);
+    RTK_DEVICE void codes(const float (&f)[kEach], float inverse, u32* words) const {
+        u32 some[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            if constexpr (SIGNED) {
+                some[i] = first.code(f[i] * inverse);
+            } else {
+                some[i] = second.code(f[i] * inverse);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const u32* const four = some + 4 * k;
+            words[k] = __byte_perm(__byte_perm(four[0], four[1], 0x40u), __byte_perm(four[2], four[3], 0x40u), 0x5410u);
+        }
     }
 };
 
 template <>
 struct MomentMaps<kPacked> {
-    DynamicMap<4> map;
+    DynamicMap<4, true> map;
 
-    RTK_DEVICE void fill(int thread) { map.template fill<true>(thread); }
+    RTK_DEVICE void fill(int thread) { map.fill(thread); }
     template <bool SIGNED>
-    RTK_DEVICE float value(u32 code) const {
-        if constexpr (SIGNED) return map.template value<true>(code);
-        return static_cast<float>(code + 1u) * 0.0625f;
+    RTK_DEVICE float value(const u32* words, int i) const {
+        const u32 code = words[0] >> (8 * (i / 2) + 4 * (1 - i % 2)) & 15u;
+        if constexpr (SIGNED) return map.value(code);
+        return (__uint_as_float(0x4b000000u | code) - 8388607.0f) * 0.0625f;
     }
     template <bool SIGNED>
-    RTK_DEVICE u32 code(float number) const {
-        if constexpr (SIGNED) return map.template code<true>(number);
-        return static_cast<u32>(fminf(fmaxf(fmaf(number, 16.0f, -0.5f), 0.0f), 15.0f));
+    RTK_DEVICE void codes(const float (&f)[kEach], float inverse, u32* words) const {
+        u32 bytes[kEach / 2];
+#pragma unroll
+        for (int i = 0; i < kEach; i += 2)
+            bytes[i / 2] = one<SIGNED>(f[i] * inverse) << 4 | (one<SIGNED>(f[i + 1] * inverse) & 15u);
+        words[0] = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x40u), __byte_perm(bytes[2], bytes[3], 0x40u), 0x5410u);
+    }
+
+   private:
+    // A code in the lowest 4 bits; others are set, too.
+    template <bool SIGNED>
+    RTK_DEVICE u32 one(float number) const {
+        if constexpr (SIGNED) return map.code(number);
+        return __float_as_uint(__fadd_rd(fmaxf(fmaf(number, 16.0f, -0.5f), 0.0f), 8388608.0f));
     }
 };
 
@@ -220,7 +258,7 @@ struct Moments {
             raw.template get<e4m3>(f);
         } else {
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) f[i] = maps.template value<SIGNED>(raw.w[i * kBits / 32] >> shift(i) & kMask);
+            for (int i = 0; i < kEach; ++i) f[i] = maps.template value<SIGNED>(raw.w, i);
         }
         if constexpr (kScaled) {
 #pragma unroll
@@ -239,22 +277,13 @@ struct Moments {
             if constexpr (STATE == kFp8) {
                 float scaled[kEach];
 #pragma unroll
-                for (int i = 0; i < kEach; ++i) scaled[i] = fminf(fmaxf(f[i] * inverse, -448.0f), 448.0f);
-                raw.template put<e4m3>(scaled);
+                for (int i = 0; i < kEach; ++i) scaled[i] = f[i] * inverse;
+                raw.template put<e4m3>(scaled);  // saturates
             } else {
-                u32 words[2] = {0, 0};
-#pragma unroll
-                for (int i = 0; i < kEach; ++i)
-                    words[i * kBits / 32] |= maps.template code<SIGNED>(f[i] * inverse) << shift(i);
-                raw.w[0] = words[0], raw.w[1] = words[1];
+                maps.template codes<SIGNED>(f, inverse, raw.w);
             }
         }
     }
-
-   private:
-    static constexpr u32 kMask = kBits < 32 ? (1u << kBits) - 1 : ~0u;
-    // Where the code of an element begins in its word.
-    RTK_DEVICE static constexpr int shift(int i) { return kBits == 4 ? 8 * (i / 2) + 4 * (1 - i % 2) : 8 * (i % 4); }
 };
 
 }  // namespace rtk

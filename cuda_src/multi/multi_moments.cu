@@ -43,8 +43,22 @@ struct StepNumbers {
     }
 };
 
+template <bool WHOLE>
+struct Whole {
+    static constexpr bool kWhole = WHOLE;
+};
+
+// Conversions of e4m3 without an instruction for them need more registers than three blocks per SM leave.
+constexpr int resident_blocks(int state, int wanted) {
+#if RTK_HAS_FP8_CVT
+    return wanted;
+#else
+    return state == kFp8 ? 2 : wanted;
+#endif
+}
+
 template <int RULE, int STATE, int kResident>
-__global__ void __launch_bounds__(kMultiThreads, kResident)
+__global__ void __launch_bounds__(kMultiThreads, resident_blocks(STATE, kResident))
     multi_moments(const i64* table, const float* lr_by, const float* grad_scale, const float* found_inf, i64 tensors,
                   i64 lists, i64 shift, i64 seed, i64 stochastic, double lr, double log_beta1, double log_beta2,
                   double rest1, double rest2, double eps, double decay, double sign) {
@@ -80,7 +94,7 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int weight_kind = chunk.kind(kWeight), gradient_kind = chunk.kind(kGradient);
     const int copy_kind = lists > kCopy ? chunk.kind(kCopy) : 0, blocks = (chunk.count + kBlock - 1) / kBlock;
-    const bool vectors = chunk.aligned();
+    const bool aligned = chunk.aligned();
     auto at = [&](int list, int bits) {
         return reinterpret_cast<u8*>(chunk.record[kMultiHeader + list]) + chunk.begin * bits / 8;
     };
@@ -98,9 +112,12 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
     auto get = [](int kind, const LaneElements<4>& raw, float (&f)[kEach]) {
         with_type(kind, [&](auto type) { raw.template get<decltype(type)>(f); });
     };
-#pragma unroll 1
-    for (int block = warp; block < blocks; block += kWarps) {
-        const int first_element = block * kBlock + lane * kEach, here = min(max(chunk.count - first_element, 0), kEach);
+    // Whole blocks that are aligned have a loop without conditions on elements.
+    auto update = [&](int block, auto whole) {
+        constexpr bool kWhole = decltype(whole)::kWhole;
+        const bool vectors = kWhole || aligned;
+        const int first_element = block * kBlock + lane * kEach;
+        const int here = kWhole ? kEach : min(max(chunk.count - first_element, 0), kEach);
         LaneElements<4> weight, gradient;
         First first;
         Second second;
@@ -146,7 +163,13 @@ __global__ void __launch_bounds__(kMultiThreads, kResident)
             }
             weight.template store<2>(at(kCopy, 16) + first_element * 2, here, vectors);
         }
-    }
+    };
+    int block = warp;
+    const int whole_blocks = aligned ? chunk.count / kBlock : 0;
+#pragma unroll 1
+    for (; block < whole_blocks; block += kWarps) update(block, Whole<true>());
+#pragma unroll 1
+    for (; block < blocks; block += kWarps) update(block, Whole<false>());
 }
 
 }  // namespace rtk

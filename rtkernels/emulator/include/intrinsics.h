@@ -290,6 +290,11 @@ RTK_EMU_FN float emu_opaque(float x) {
     return x;
 }
 RTK_EMU_FN float __fadd_rn(float x, float y) { return emu_opaque(x) + emu_opaque(y); }
+RTK_EMU_FN float __fadd_rd(float x, float y) {  // exact where the sum is exact in fp64
+    const double sum = static_cast<double>(x) + static_cast<double>(y);
+    const float nearest = static_cast<float>(sum);
+    return static_cast<double>(nearest) > sum ? __builtin_nextafterf(nearest, -__builtin_inff()) : nearest;
+}
 RTK_EMU_FN float __fsub_rn(float x, float y) { return emu_opaque(x) - emu_opaque(y); }
 RTK_EMU_FN float __fmul_rn(float x, float y) { return emu_opaque(x * y); }
 RTK_EMU_FN float __fdiv_rn(float x, float y) { return x / y; }

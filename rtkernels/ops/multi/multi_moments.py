@@ -22,7 +22,7 @@ from rtkernels.runtime.operator.plan import Step, Steps
 # As in cuda_src/multi/lane_moments.cuh and multi_moments.cu.
 STATES = {torch.float32: 0, torch.uint8: 1, torch.float8_e4m3fn: 2, torch.int8: 3, torch.bfloat16: 4}
 ADAMW, LION = 0, 1
-_RESIDENT = {(ADAMW, 0): 3, (ADAMW, 1): 2, (ADAMW, 2): 2, (ADAMW, 3): 2, (LION, 0): 2, (LION, 1): 2, (LION, 4): 3}
+_RESIDENT = {(ADAMW, 0): 3, (ADAMW, 1): 3, (ADAMW, 2): 3, (ADAMW, 3): 3, (LION, 0): 2, (LION, 1): 3, (LION, 4): 3}
 
 KERNEL = Kernel(
     "multi/multi_moments.cu", "multi_moments", template="RULE STATE RESIDENT", max_registers=128,
