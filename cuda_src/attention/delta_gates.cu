@@ -3,13 +3,15 @@
 //     decay = -exp(A_log) softplus(g + dt_bias),  or  bound sigmoid(exp(A_log) (g + dt_bias)),
 //     strength = factor sigmoid(beta),  or  factor beta,
 // in fp32, and their gradients. Blocks have a slice of the rows; a thread owns the same columns of every `lanes`-th of them,
-// N of g or one of beta. Grid: tiles of columns of g, then those of beta; slices. Sums over rows are written for each slice
+// N of g or one of beta, and has kAtOnce rows of g in flight. Grid: tiles of columns of g, then those of beta; slices. Sums over rows are written for each slice
 // and added by delta_gates_sum, all in the order of rows.
 #include "attention/gates.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace rtk {
+
+inline constexpr int kAtOnce = 4;
 
 template <typename T, int N>
 __global__ void __launch_bounds__(256)
@@ -30,12 +32,24 @@ __global__ void __launch_bounds__(256)
     const GateLanes own(columns, tile, N);
     if (!own.inside) return;
     const GateFactors<N> factors(a_log, gate_type(flags, kGateRate), dt_bias, gate_type(flags, kGateBias), own.column, inner);
-    for (i64 row = from + own.lane; row < end; row += own.lanes) {
-        float x[N];
-        load_stream<T, N>(g + row * g_stride + own.column, x);
+    for (i64 row = from + own.lane; row < end; row += kAtOnce * own.lanes) {
+        Raw<N * sizeof(T)> raw[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = log_decay(x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
-        store<float, N>(decay + row * columns + own.column, x);
+        for (int k = 0; k < kAtOnce; ++k) {
+            clear(raw[k]);
+            const i64 at = row + k * own.lanes;
+            if (at < end) raw[k] = load_raw<T, N>(g + at * g_stride + own.column);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            const i64 at = row + k * own.lanes;
+            if (at >= end) break;
+            float x[N];
+            unpack<T, N>(raw[k], x);
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = log_decay(x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
+            store<float, N>(decay + at * columns + own.column, x);
+        }
     }
 }
 
@@ -65,17 +79,30 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < N; ++i) sums[0][i] = sums[1][i] = 0.0f;
     if (own.inside) {
         const GateFactors<N> factors(a_log, gate_type(flags, kGateRate), dt_bias, gate_type(flags, kGateBias), own.column, inner);
-        for (i64 row = from + own.lane; row < end; row += own.lanes) {
-            float x[N], by[N];
-            load_stream<T, N>(g + row * g_stride + own.column, x);
-            load_stream<float, N>(ddecay + row * columns + own.column, by);
+        for (i64 row = from + own.lane; row < end; row += kAtOnce * own.lanes) {
+            Raw<N * sizeof(T)> raw[kAtOnce];
+            Raw<N * sizeof(float)> incoming[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const DecaySlopes slopes =
-                    decay_slopes(by[i], x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
-                x[i] = slopes.x, sums[0][i] += slopes.x, sums[1][i] += slopes.log_rate;
+            for (int k = 0; k < kAtOnce; ++k) {
+                clear(raw[k]), clear(incoming[k]);
+                const i64 at = row + k * own.lanes;
+                if (at < end) raw[k] = load_raw<T, N>(g + at * g_stride + own.column);
+                if (at < end) incoming[k] = load_raw<float, N>(ddecay + at * columns + own.column);
             }
-            if (dg != nullptr) store<T, N>(dg + row * columns + own.column, x);
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                const i64 at = row + k * own.lanes;
+                if (at >= end) break;
+                float x[N], by[N];
+                unpack<T, N>(raw[k], x), unpack<float, N>(incoming[k], by);
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    const DecaySlopes slopes =
+                        decay_slopes(by[i], x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
+                    x[i] = slopes.x, sums[0][i] += slopes.x, sums[1][i] += slopes.log_rate;
+                }
+                if (dg != nullptr) store<T, N>(dg + at * columns + own.column, x);
+            }
         }
     }
     if (partial == nullptr) return;
