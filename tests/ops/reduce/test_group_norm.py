@@ -23,6 +23,7 @@ SHAPES = {
     "sequence": ((1, 4, 37), 1),
     "every channel": ((2, 4, 5, 8), 4),
     "slices": ((1, 2, 72, 64), 1),
+    "long planes": ((1, 2, 150, 64), 1),
     "empty": ((0, 4, 3), 2),
 }
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
