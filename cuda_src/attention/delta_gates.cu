@@ -3,8 +3,8 @@
 //     decay = -exp(A_log) softplus(g + dt_bias),  or  bound sigmoid(exp(A_log) (g + dt_bias)),
 //     strength = factor sigmoid(beta),  or  factor beta,
 // in fp32, and their gradients. Blocks have a slice of the rows; a thread owns the same columns of every `lanes`-th of them,
-// N of g or one of beta. Grid: tiles of columns of g, then those of beta; slices. Sums over rows are written for each slice
-// and added by delta_gates_sum, all in the order of rows.
+// N of g or one of beta, and loads four rows of g at a time, in the backward two. Grid: tiles of columns of g, then those of
+// beta; slices. Sums over rows are written for each slice and added by delta_gates_sum, all in the order of rows.
 #include "attention/gates.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(256)
     delta_gates_fwd(const T* g, const void* beta, const void* a_log, const void* dt_bias, float* decay, float* strength,
                     i64 rows, i64 columns, i64 heads, i64 inner, i64 g_stride, i64 beta_stride, i64 tiles, i64 slice,
                     i64 flags, double bound, double factor) {
+    constexpr int kAtOnce = 4;
     const i64 tile = blockIdx.x, from = static_cast<i64>(blockIdx.y) * slice, end = from + slice < rows ? from + slice : rows;
     if (tile >= tiles) {
         const GateLanes own(heads, tile - tiles, 1);
@@ -30,23 +31,36 @@ __global__ void __launch_bounds__(256)
     const GateLanes own(columns, tile, N);
     if (!own.inside) return;
     const GateFactors<N> factors(a_log, gate_type(flags, kGateRate), dt_bias, gate_type(flags, kGateBias), own.column, inner);
-    for (i64 row = from + own.lane; row < end; row += own.lanes) {
-        float x[N];
-        load_stream<T, N>(g + row * g_stride + own.column, x);
+    for (i64 row = from + own.lane; row < end; row += kAtOnce * own.lanes) {
+        Raw<N * sizeof(T)> raw[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = log_decay(x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
-        store<float, N>(decay + row * columns + own.column, x);
+        for (int k = 0; k < kAtOnce; ++k) {
+            clear(raw[k]);
+            const i64 at = row + k * own.lanes;
+            if (at < end) raw[k] = load_raw<T, N>(g + at * g_stride + own.column);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+            const i64 at = row + k * own.lanes;
+            if (at >= end) break;
+            float x[N];
+            unpack<T, N>(raw[k], x);
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = log_decay(x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
+            store<float, N>(decay + at * columns + own.column, x);
+        }
     }
 }
 
 // `partial` [2][slices][columns]: sums of gradients of dt_bias, and for each column of those of A_log; dg, dbeta and
 // partial may be null.
 template <typename T, int N>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     delta_gates_bwd(const float* ddecay, const float* dstrength, const T* g, const void* beta, const void* a_log,
                     const void* dt_bias, T* dg, void* dbeta, float* partial, i64 rows, i64 columns, i64 heads, i64 inner,
                     i64 g_stride, i64 beta_stride, i64 tiles, i64 slice, i64 flags, double bound, double factor) {
     __shared__ __align__(16) float shared[2][256 * N];
+    constexpr int kAtOnce = 2;
     const i64 tile = blockIdx.x, from = static_cast<i64>(blockIdx.y) * slice, end = from + slice < rows ? from + slice : rows;
     if (tile >= tiles) {
         const GateLanes own(heads, tile - tiles, 1);
@@ -65,17 +79,30 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < N; ++i) sums[0][i] = sums[1][i] = 0.0f;
     if (own.inside) {
         const GateFactors<N> factors(a_log, gate_type(flags, kGateRate), dt_bias, gate_type(flags, kGateBias), own.column, inner);
-        for (i64 row = from + own.lane; row < end; row += own.lanes) {
-            float x[N], by[N];
-            load_stream<T, N>(g + row * g_stride + own.column, x);
-            load_stream<float, N>(ddecay + row * columns + own.column, by);
+        for (i64 row = from + own.lane; row < end; row += kAtOnce * own.lanes) {
+            Raw<N * sizeof(T)> raw[kAtOnce];
+            Raw<N * sizeof(float)> incoming[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const DecaySlopes slopes =
-                    decay_slopes(by[i], x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
-                x[i] = slopes.x, sums[0][i] += slopes.x, sums[1][i] += slopes.log_rate;
+            for (int k = 0; k < kAtOnce; ++k) {
+                clear(raw[k]), clear(incoming[k]);
+                const i64 at = row + k * own.lanes;
+                if (at < end) raw[k] = load_raw<T, N>(g + at * g_stride + own.column);
+                if (at < end) incoming[k] = load_raw<float, N>(ddecay + at * columns + own.column);
             }
-            if (dg != nullptr) store<T, N>(dg + row * columns + own.column, x);
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                const i64 at = row + k * own.lanes;
+                if (at >= end) break;
+                float x[N], by[N];
+                unpack<T, N>(raw[k], x), unpack<float, N>(incoming[k], by);
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    const DecaySlopes slopes =
+                        decay_slopes(by[i], x[i] + factors.bias[i], factors.rate[i], static_cast<float>(bound));
+                    x[i] = slopes.x, sums[0][i] += slopes.x, sums[1][i] += slopes.log_rate;
+                }
+                if (dg != nullptr) store<T, N>(dg + at * columns + own.column, x);
+            }
         }
     }
     if (partial == nullptr) return;
@@ -95,18 +122,20 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// The sums of all slices for one head per block: those of dt_bias, and over a head's columns of A_log. drate and dbias have the
-// types of A_log and dt_bias, and may be null.
+// The sums of all slices for one head per block, 16 slices at a time: those of dt_bias, and over a
+// head's columns of A_log. drate and dbias have the types of A_log and dt_bias, and may be null.
 template <int THREADS>
 __global__ void __launch_bounds__(THREADS)
     delta_gates_sum(const float* partial, void* drate, void* dbias, i64 slices, i64 columns, i64 inner, i64 flags) {
     __shared__ float shared[2][THREADS];
     __shared__ GroupScratch<1> scratch;
     const int thread = static_cast<int>(threadIdx.x), width = static_cast<int>(inner);
-    const int lanes = THREADS / width, lane = thread / width;
+    const int lanes = min(THREADS / width, 16), lane = thread / width;
     const i64 column = static_cast<i64>(blockIdx.x) * inner + thread % width;
     float sums[2] = {0.0f, 0.0f};
-    for (i64 row = lane; lane < lanes && row < slices; row += lanes)
+    if (lane >= lanes) slices = 0;
+#pragma unroll 8
+    for (i64 row = lane; row < slices; row += lanes)
         sums[0] += partial[row * columns + column], sums[1] += partial[(slices + row) * columns + column];
     shared[0][thread] = sums[0], shared[1][thread] = sums[1];
     __syncthreads();

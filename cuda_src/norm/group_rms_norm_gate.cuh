@@ -1,7 +1,6 @@
 // RMS normalisation of each group of channels, times a sigmoid gate:
 //     y = n * w * s,  n = x * rstd,  rstd = 1/sqrt(mean over the group of x^2 + eps),  s = sigmoid(gate),
-// w the weight of the channel (null: ones). All kernels but the gradients of rows in registers also take gate *
-// sigmoid(gate) as s, and s before the norm. Arithmetic is fp32, rounded once at each store.
+// w the weight of the channel (null: ones). All kernels also take gate * sigmoid(gate) as s, and s before the norm. Arithmetic is fp32, rounded once at each store.
 //
 // A token has `groups` groups of `cols` channels. A row is one group of one token; a group of threads (RowGroup) works
 // on a row. Tokens are indexed in two levels, token = o * inner_size + i, and every tensor has a token stride for each:
@@ -43,11 +42,14 @@ struct GateSlope {
     float value, slope;
 };
 
-template <typename T>
-RTK_DEVICE GateSlope gate_slope(float x, i64 form) {
-    const Gate s = gate_at<T>(x);
+RTK_DEVICE GateSlope slope_at(float x, Gate s, i64 form) {
     if (form & kSiluGate) return {x * s.open, s.open * (1.0f + x * s.closed)};
     return {s.open, s.open * s.closed};
+}
+
+template <typename T>
+RTK_DEVICE GateSlope gate_slope(float x, i64 form) {
+    return slope_at(x, gate_at<T>(x), form);
 }
 
 // 1 / sqrt(sum / count + eps). An infinite sum gives 0.

@@ -20,18 +20,20 @@ namespace rtk {
 // two vectors need too many registers for this and go through a RowRing. Weight gradients are written as rows of fp32
 // (`partial`; null if not needed) for column_sum to add up: [lanes, groups * cols] if no block has a channel group
 // twice, else one row per block, summed in shared memory; rows of `cols` numbers if groups share the weight. The order
-// is fixed by the grid, never by timing. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112
+// is fixed by the grid, never by timing. With SIGMOID, s = sigmoid(gate) after the norm, of which dy * s and 1 - s are kept
+// until the sums are known; else `gate_form` says how the gate acts, the row stays packed, s is computed twice,
+// and blocks of rows in registers have at most 384 threads. The weight (null: ones) is of T, or fp32 if `weight_fp32`. 512 threads of 112
 // registers leave room for a block of column_sum; `overlaps_next`: such blocks may start early and wait. *_outer,
 // *_inner and x_group are in bytes, less than 2^32.
-template <typename T, int CHUNKS, int FORM>
-__global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 128)
+template <typename T, int CHUNKS, int FORM, bool SIGMOID>
+__global__ void __maxnreg__(CHUNKS != 1 ? 128 : !SIGMOID ? 168 : rows_in_registers(FORM, true) == 2 ? 112 : 128)
     group_rms_norm_gate_bwd(const u8* dy, const u8* x, const u8* gate, const void* weight, u8* dx, u8* dgate, float* partial,
                             i64 tokens, i64 inner_size, i64 groups, i64 cols, i64 dy_outer, i64 dy_inner, i64 x_outer,
                             i64 x_inner, i64 x_group, i64 gate_outer, i64 gate_inner, i64 dgate_outer, i64 dgate_inner,
                             i64 dx_outer, i64 dx_inner, i64 weight_group, i64 lanes, i64 threads_per_row, i64 by_inner,
-                            i64 by_groups, i64 weight_fp32, i64 overlaps_next, double eps) {
+                            i64 by_groups, i64 weight_fp32, i64 overlaps_next, i64 gate_form, double eps) {
     constexpr bool kRegisters = CHUNKS == 1;
-    constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM) : 2;
+    constexpr int VEC = 16 / sizeof(T), kStages = kRegisters ? rows_in_registers(FORM, SIGMOID) : 2;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) PairSums<FORM> scratch;
     const RowGroup group = row_group<FORM>(threads_per_row);
@@ -122,11 +124,24 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
     int phase = 0;
     auto work = [&](u32 token, int stage) {
         if constexpr (!kRegisters) fetch(token + (kStages - 1) * step, stage), ring.wait();
-        float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s, 1 - s
+        float opened[CHUNKS][VEC], closed[CHUNKS][VEC];  // dy * s and 1 - s; or dy and the gate
+        Raw<16> own[3];                                  // the row, packed, if it is unpacked again
+        auto given = [&](int input, int c, float (&f)[VEC]) {
+            if constexpr (kRegisters) {
+                unpack<T, VEC>(own[input], f);
+            } else {
+                ring.template read<T>(input, c, f);
+            }
+        };
         float v[VEC];                                    // x
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            if constexpr (kRegisters) {
+            if constexpr (!SIGMOID) {
+                if constexpr (kRegisters) {
+#pragma unroll
+                    for (int input = 0; input < 3; ++input) own[input] = in_flight[stage][input], ptx::forget(own[input]);
+                }
+            } else if constexpr (kRegisters) {
                 unpack<T, VEC>(in_flight[stage][0], opened[c]);
                 unpack<T, VEC>(in_flight[stage][1], v);
                 unpack<T, VEC>(in_flight[stage][2], closed[c]);
@@ -142,18 +157,29 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         float square = 0.0f, product = 0.0f;  // sums of x^2 and a * x
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            if constexpr (!kRegisters) ring.template read<T>(1, c, v);
+            if constexpr (!SIGMOID) given(0, c, opened[c]), given(2, c, closed[c]);
+            if constexpr (!SIGMOID || !kRegisters) given(1, c, v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                const Gate s = gate_of<T>(closed[c][i]);
-                opened[c][i] *= s.open;
-                closed[c][i] = s.closed;
-                square += v[i] * v[i];
-                product += opened[c][i] * w[c][i] * v[i];
+                if constexpr (SIGMOID) {
+                    const Gate s = gate_of<T>(closed[c][i]);
+                    opened[c][i] *= s.open;
+                    closed[c][i] = s.closed;
+                    square += v[i] * v[i];
+                    product += opened[c][i] * w[c][i] * v[i];
+                } else {
+                    const float s = slope_of<T>(closed[c][i], gate_form).value, h = gate_form & kGateFirst ? v[i] * s : v[i];
+                    square += h * h;
+                    product += opened[c][i] * s * w[c][i] * v[i];
+                }
             }
         }
         scratch.sum(square, product, group, kRegisters ? stage : phase);
         if constexpr (!kRegisters) phase ^= 1;
+        if constexpr (kRegisters && !SIGMOID) {
+#pragma unroll
+            for (Raw<16>& raw : own) ptx::forget(raw);
+        }
         const float rstd = rsqrtf(square * inverse + epsilon);
         const float pull = product * inverse * rstd * rstd * rstd;
         const Place p = place(token);
@@ -162,15 +188,25 @@ __global__ void __maxnreg__(CHUNKS == 1 && rows_in_registers(FORM) == 2 ? 112 : 
         if ((FORM >= kWarps || token < last) && has(0)) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
-                if constexpr (!kRegisters) ring.template read<T>(1, c, v);  // recomputed: no registers to keep it
+                if constexpr (!SIGMOID) given(0, c, opened[c]), given(2, c, closed[c]);
+                if constexpr (!SIGMOID || !kRegisters) given(1, c, v);  // again: no registers to keep it
                 float to_gate[VEC];
 #pragma unroll
                 for (int i = 0; i < VEC; ++i) {
                     const float o = opened[c][i] * rstd;
                     const float a = o * w[c][i];
-                    dweight[c][i] += o * v[i];
-                    to_gate[i] = a * v[i] * closed[c][i];
-                    v[i] = a - v[i] * pull;
+                    if constexpr (SIGMOID) {
+                        dweight[c][i] += o * v[i];
+                        to_gate[i] = a * v[i] * closed[c][i];
+                        v[i] = a - v[i] * pull;
+                    } else {
+                        const GateSlope s = slope_of<T>(closed[c][i], gate_form);
+                        const float h = v[i] * s.value;
+                        const float dh = gate_form & kGateFirst ? a - h * pull : a;
+                        dweight[c][i] += o * h;
+                        to_gate[i] = dh * v[i] * s.slope;
+                        v[i] = gate_form & kGateFirst ? dh * s.value : a * s.value - v[i] * pull;
+                    }
                 }
                 if (has(c)) {
                     store<T, VEC>(dx_row + c * pitch, v);

@@ -28,8 +28,10 @@ RTK_DEVICE RowGroup row_group(i64 threads_per_row) {
 }
 
 // How many rows a thread keeps in registers, including the current one: three where some of 512 threads are idle or a
-// row has more than four warps, else two (docs/decisions/norm.md, rows in registers).
-RTK_DEVICE constexpr int rows_in_registers(int form) { return form == kQuads || form == kWarps ? 3 : 2; }
+// row has more than four warps, else two (docs/decisions/norm.md, rows in registers); three of the 384 threads of other gates.
+RTK_DEVICE constexpr int rows_in_registers(int form, bool sigmoid) {
+    return form == kQuads || form == kWarps || !sigmoid ? 3 : 2;
+}
 
 // Sums two numbers over a row; all of its threads get both. Blocks of at most 512 threads.
 template <int FORM>
@@ -130,6 +132,12 @@ RTK_DEVICE Gate gate_of(float x) {
     const float e = ptx::ex2(-ptx::max_nan(x * 1.4426950408889634f, -127.0f));
     const float open = ptx::rcp(1.0f + e);
     return {open, e * open};
+}
+
+// gate_slope with gate_of.
+template <typename T>
+RTK_DEVICE GateSlope slope_of(float x, i64 form) {
+    return slope_at(x, gate_of<T>(x), form);
 }
 
 }  // namespace rtk

@@ -17,6 +17,12 @@ template <typename T, int N>
 RTK_DEVICE void channel_values(const T* p, u32 at, u32 spatial, float otherwise, float (&v)[N]) {
     u32 channel = at / spatial, rest = at - channel * spatial;
     float shared[1] = {otherwise};
+    if (rest + N <= spatial) {  // as a rule
+        if (p != nullptr) load_keep<T, 1>(p + channel, shared);
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = shared[0];
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         if (p != nullptr && (i == 0 || rest == 0)) load_keep<T, 1>(p + channel, shared);
@@ -36,6 +42,16 @@ RTK_DEVICE float silu_slope(float v) {
     return fmaf(at.product, 1.0f - at.sigmoid, at.sigmoid);
 }
 
+// COUNT vectors of N elements, at `at`, at + pitch, ...; zeros from `end` on. All are requested before any is used.
+template <typename T, int N, int COUNT>
+RTK_DEVICE void load_vectors(const T* p, i64 at, i64 pitch, i64 end, Raw<sizeof(T) * N> (&raw)[COUNT]) {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        clear(raw[k]);
+        if (at + k * pitch < end) raw[k] = load_raw<T, N>(p + at + k * pitch);
+    }
+}
+
 struct RowSlice {
     i64 row;
     i64 begin, end;
@@ -49,23 +65,31 @@ struct RowSlice {
 template <typename T, typename W, int N>
 RTK_DEVICE void apply_slice(const T* x, const W* weight, const W* bias, T* y, float mean, float rstd, i64 cols, i64 spatial,
                             bool act, const RowSlice& slice) {
-    for (i64 at = slice.begin + threadIdx.x * N; at < slice.end; at += kReduceThreads * N) {
-        float v[N], w[N], b[N];
-        load_stream<T, N>(x + slice.row * cols + at, v);
-        channel_values<W, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
-        channel_values<W, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
+    constexpr int kAtOnce = 4, kPitch = kReduceThreads * N;
+    Raw<sizeof(T) * N> raw[kAtOnce];
+    for (i64 from = slice.begin + threadIdx.x * N; from < slice.end; from += kAtOnce * kPitch) {
+        load_vectors<T, N>(x + slice.row * cols, from, kPitch, slice.end, raw);
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * rstd * w[i] + b[i];
-        if (act) {
+        for (int k = 0; k < kAtOnce; ++k) {
+            const i64 at = from + k * kPitch;
+            if (at >= slice.end) break;
+            float v[N], w[N], b[N];
+            unpack<T, N>(raw[k], v);
+            channel_values<W, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
+            channel_values<W, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
 #pragma unroll
-            for (int i = 0; i < N; ++i) v[i] = silu<T>(v[i]);
+            for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * rstd * w[i] + b[i];
+            if (act) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) v[i] = silu<T>(v[i]);
+            }
+            store<T, N>(y + slice.row * cols + at, v);
         }
-        store<T, N>(y + slice.row * cols + at, v);
     }
 }
 
 template <typename T, typename W, typename S>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 4)
     group_norm_apply(const T* x, const float* variances, const float* means, const W* weight, const W* bias, T* y, S* mean,
                      S* rstd, i64 cols, i64 groups, i64 spatial, double eps, i64 act, i64 slices, i64 per_slice, i64 aligned) {
     const RowSlice slice(cols, slices, per_slice);
@@ -92,25 +116,33 @@ template <typename T, int N>
 RTK_DEVICE PairSum::State plane_sum(const T* dy, const T* x, float mean, float rstd, float weight, float bias, bool act,
                                     i64 spatial, const RowGroup& group) {
     PairSum::State s = PairSum::identity();
-    for (i64 at = group.thread * N; at < spatial; at += group.threads * N) {
-        float g[N], v[N];
-        load_keep<T, N>(dy + at, g);
-        load_keep<T, N>(x + at, v);
+    constexpr int kAtOnce = 2;
+    const i64 pitch = group.threads * N;
+    Raw<sizeof(T) * N> gradients[kAtOnce], values[kAtOnce];
+    for (i64 from = group.thread * N; from < spatial; from += kAtOnce * pitch) {
+        load_vectors<T, N>(dy, from, pitch, spatial, gradients);
+        load_vectors<T, N>(x, from, pitch, spatial, values);
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * rstd;
-        if (act) {
+        for (int k = 0; k < kAtOnce; ++k) {
+            if (from + k * pitch >= spatial) break;
+            float g[N], v[N];
+            unpack<T, N>(gradients[k], g), unpack<T, N>(values[k], v);
 #pragma unroll
-            for (int i = 0; i < N; ++i) g[i] *= silu_slope<T>(v[i] * weight + bias);
+            for (int i = 0; i < N; ++i) v[i] = (v[i] - mean) * rstd;
+            if (act) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) g[i] *= silu_slope<T>(v[i] * weight + bias);
+            }
+#pragma unroll
+            for (int i = 0; i < N; ++i) s.a += g[i] * v[i], s.b += g[i];
         }
-#pragma unroll
-        for (int i = 0; i < N; ++i) s.a += g[i] * v[i], s.b += g[i];
     }
     return s;
 }
 
 // weight and bias matter with act only.
 template <typename T, typename W, typename S>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 4)
     plane_sums(const T* dy, const T* x, const W* weight, const W* bias, const S* mean, const S* rstd, float* partial,
                i64 planes, i64 channels, i64 group_channels, i64 spatial, i64 act, i64 threads_per_row, i64 aligned) {
     const RowGroup group(threads_per_row);
@@ -135,25 +167,33 @@ __global__ void __launch_bounds__(kReduceThreads)
 template <typename T, typename W, int N>
 RTK_DEVICE void bwd_slice(const T* dy, const T* x, const W* weight, const W* bias, T* dx, float mean, float rstd, float first,
                           float second, bool act, i64 cols, i64 spatial, const RowSlice& slice) {
-    for (i64 at = slice.begin + threadIdx.x * N; at < slice.end; at += kReduceThreads * N) {
-        float g[N], v[N], w[N];
-        load_stream<T, N>(dy + slice.row * cols + at, g);
-        load_stream<T, N>(x + slice.row * cols + at, v);
-        channel_values<W, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
-        if (act) {
-            float b[N];
-            channel_values<W, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
+    constexpr int kAtOnce = 2, kPitch = kReduceThreads * N;
+    Raw<sizeof(T) * N> gradients[kAtOnce], values[kAtOnce];
+    for (i64 from = slice.begin + threadIdx.x * N; from < slice.end; from += kAtOnce * kPitch) {
+        load_vectors<T, N>(dy + slice.row * cols, from, kPitch, slice.end, gradients);
+        load_vectors<T, N>(x + slice.row * cols, from, kPitch, slice.end, values);
 #pragma unroll
-            for (int i = 0; i < N; ++i) g[i] *= silu_slope<T>((v[i] - mean) * rstd * w[i] + b[i]);
+        for (int k = 0; k < kAtOnce; ++k) {
+            const i64 at = from + k * kPitch;
+            if (at >= slice.end) break;
+            float g[N], v[N], w[N];
+            unpack<T, N>(gradients[k], g), unpack<T, N>(values[k], v);
+            channel_values<W, N>(weight, static_cast<u32>(at), static_cast<u32>(spatial), 1.0f, w);
+            if (act) {
+                float b[N];
+                channel_values<W, N>(bias, static_cast<u32>(at), static_cast<u32>(spatial), 0.0f, b);
+#pragma unroll
+                for (int i = 0; i < N; ++i) g[i] *= silu_slope<T>((v[i] - mean) * rstd * w[i] + b[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < N; ++i) g[i] = rstd * (g[i] * w[i] - first - (v[i] - mean) * rstd * second);
+            store<T, N>(dx + slice.row * cols + at, g);
         }
-#pragma unroll
-        for (int i = 0; i < N; ++i) g[i] = rstd * (g[i] * w[i] - first - (v[i] - mean) * rstd * second);
-        store<T, N>(dx + slice.row * cols + at, g);
     }
 }
 
 template <typename T, typename W, typename S>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 4)
     group_norm_bwd(const T* dy, const T* x, const W* weight, const W* bias, const S* mean, const S* rstd,
                    const float* partial, T* dx, i64 cols, i64 groups, i64 channels, i64 spatial, i64 act, i64 slices,
                    i64 per_slice, i64 aligned) {

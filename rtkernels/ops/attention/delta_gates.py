@@ -23,6 +23,7 @@ from rtkernels.runtime.operator.registry import Op
 
 _FLOAT32 = torch.float32
 _THREADS, _BLOCKS, _ROWS = 256, 512, 8  # blocks at most and rows of a thread at least, unless rows are few
+_SUM_THREADS = 1024
 _UNIT = "attention/delta_gates.cu"
 _SIZES = "rows:i64 columns:i64 heads:i64 inner:i64 g_stride:i64 beta_stride:i64 tiles:i64 slice:i64 flags:i64 bound:f64"
 _VARIANTS = [(token, n) for (token,) in TYPES for n in (1, 4)]
@@ -31,14 +32,14 @@ _FWD = Kernel(
     args=f"g:ptr beta:ptr a_log:ptr dt_bias:ptr decay:ptr strength:ptr {_SIZES} factor:f64", variants=_VARIANTS,
 )  # fmt: skip
 _BWD = Kernel(
-    _UNIT, "delta_gates_bwd", template="T N", max_registers=80,
+    _UNIT, "delta_gates_bwd", template="T N", max_registers=64,
     args="ddecay:ptr dstrength:ptr g:ptr beta:ptr a_log:ptr dt_bias:ptr dg:ptr dbeta:ptr partial:ptr "
     f"{_SIZES} factor:f64",
     variants=_VARIANTS,
 )  # fmt: skip
 _SUM = Kernel(
-    _UNIT, "delta_gates_sum", template="THREADS", max_registers=48,
-    args="partial:ptr drate:ptr dbias:ptr slices:i64 columns:i64 inner:i64 flags:i64", variants=[(_THREADS,)],
+    _UNIT, "delta_gates_sum", template="THREADS", max_registers=64,
+    args="partial:ptr drate:ptr dbias:ptr slices:i64 columns:i64 inner:i64 flags:i64", variants=[(_SUM_THREADS,)],
 )  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def _plan_backward(
     first = Step(launch, *names, "partial" if need_factors else 0, *shape.numbers(flag))
     if not need_factors:
         return Steps(first)
-    total = _SUM.bind((_THREADS,), device, shape.heads, _THREADS)
+    total = _SUM.bind((_SUM_THREADS,), device, shape.heads, _SUM_THREADS)
     dbias = 0 if dt_bias is None else "dbias"
     second = Step(total, "partial", "drate", dbias, shape.slices, shape.columns, shape.inner, flag)
     scratch = {"partial": Memory((2, shape.slices, shape.columns), _FLOAT32)}

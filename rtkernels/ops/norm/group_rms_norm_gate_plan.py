@@ -34,6 +34,9 @@ _LAYOUTS = ("same", "sequence_first")
 _ACTS = ("sigmoid", "silu")
 _CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
+_OTHER_THREADS = (
+    384  # of a block of the backward for gates other than a sigmoid after the norm: they need more registers
+)
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
 
@@ -59,11 +62,11 @@ _FWD_LONG = Kernel(
     variants=TYPES,
 )  # fmt: skip
 _BWD = Kernel(
-    _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM", max_registers=128,
+    _BWD_UNIT, "group_rms_norm_gate_bwd", template="T CHUNKS FORM SIGMOID", max_registers=168,
     args=f"{_BWD_POINTERS} partial:ptr {_COUNTS} {_BWD_INPUTS} dgate_outer:i64 dgate_inner:i64 dx_outer:i64 "
     "dx_inner:i64 weight_group:i64 lanes:i64 threads_per_row:i64 by_inner:i64 by_groups:i64 weight_fp32:i64 "
-    "overlaps_next:i64 eps:f64",
-    variants=[(t, c, f) for t in WIDTH for c, f in _FORMS],
+    "overlaps_next:i64 gate_form:i64 eps:f64",
+    variants=[(t, c, f, sigmoid) for t in WIDTH for c, f in _FORMS for sigmoid in (True, False)],
 )  # fmt: skip
 _BWD_LONG = Kernel(
     _BWD_UNIT, "group_rms_norm_gate_bwd_long", template="T", max_registers=96,
@@ -239,7 +242,7 @@ class Tensors:
 
 
 def _form(act: str, gate_first: bool) -> int:
-    """Return the argument of kernels; gradients of rows in registers know only 0."""
+    """Return the argument of kernels: how the gate acts, 0 for a sigmoid after the norm."""
     return _ACTS.index(act) + 2 * gate_first
 
 
@@ -276,31 +279,31 @@ class _Block(NamedTuple):
     unit: int
 
     @classmethod
-    def of(cls, vectors: int) -> _Block:
-        """Return how rows of so many vectors keep most of `_THREADS` threads busy.
+    def of(cls, vectors: int, limit: int = _THREADS) -> _Block:
+        """Return how rows of so many vectors keep most of `limit` threads busy, of `_THREADS` with two vectors each.
 
         With one vector each if that are nine of ten (1280 channels of bf16: three rows of five warps; 384 channels: ten
         rows of 48 threads, two of which share three warps), or if a row has at most four warps, and else with two.
         """
-        block = cls._with(1, vectors)
-        idle = block.rows * vectors < 0.9 * _THREADS
-        return cls._with(_CHUNKS, vectors) if vectors > _THREADS or (idle and vectors > 128) else block
+        block = cls._with(1, vectors, limit)
+        idle = block.rows * vectors < 0.9 * limit
+        return cls._with(_CHUNKS, vectors, _THREADS) if vectors > limit or (idle and vectors > 128) else block
 
     @classmethod
-    def _with(cls, chunks: int, vectors: int) -> _Block:
+    def _with(cls, chunks: int, vectors: int, limit: int) -> _Block:
         needed = -(-vectors // chunks)
-        threads = min(group_threads(needed, _THREADS), _THREADS)
+        threads = min(group_threads(needed, limit), limit)
         form = _LANES if threads <= 32 else _WARPS
         if chunks == 1:
             form = {64: _TWO_WARPS, 128: _FOUR_WARPS}.get(threads, form)
         unit = max(1, 32 // threads)
-        rows = _THREADS // threads // unit * unit
+        rows = limit // threads // unit * unit
         whole = cls(chunks, form, threads, min(rows, 15) if threads > 32 else rows, unit)
         if chunks != 1:
             return whole
         threads = -(-needed // 4) * 4
         unit = max(1, 32 // (threads & -threads))
-        rows = min(_THREADS // threads // unit, 15) * unit  # a barrier for each unit
+        rows = min(limit // threads // unit, 15) * unit  # a barrier for each unit
         return cls(chunks, _VECTORS, threads, rows, unit) if rows > 1.1 * whole.rows else whole
 
 
@@ -312,8 +315,8 @@ def plan_bwd(
     near = max(*s.dy, *s.x, *s.gate, *s.out, *s.dx) < 2**30
     width = s.channels if s.weight_group else s.cols  # of dweight
     info, form = device_info(device), _form(act, gate_first)
-    if near and not form and s.threads():
-        steps, scratch, overlaps = _rows_steps(s, info, eps, width, weight_grad)
+    if near and s.threads():
+        steps, scratch, overlaps = _rows_steps(s, info, eps, form, width, weight_grad)
     else:
         steps, scratch, overlaps = _long_steps(s, info, eps, form, weight_grad)
     if weight_grad:
@@ -326,29 +329,29 @@ _TENSORS = "dy", "x", "gate", "weight", "dx", "dgate"
 
 
 def _rows_steps(
-    s: Tensors, info: DeviceInfo, eps: float, width: int, weight_grad: bool
+    s: Tensors, info: DeviceInfo, eps: float, gate_form: int, width: int, weight_grad: bool
 ) -> tuple[list[Step], dict[str, Memory], bool]:
     """Return launches, scratch, and whether the sum for dweight waits while they run."""
-    chunks, form, threads, rows, unit = _Block.of(s.cols // s.vec)
+    chunks, form, threads, rows, unit = _Block.of(s.cols // s.vec, _OTHER_THREADS if gate_form else _THREADS)
     rows = max(unit, min(rows, s.tokens * s.groups // info.sm_count // unit * unit))  # some for every block
     # All blocks run at the same time, unless one token has more groups.
     blocks = max(min(info.sm_count, -(-s.tokens * s.groups // rows)), -(-s.groups // rows))
     lanes = min(blocks * rows // s.groups, s.tokens)  # tokens at the same time
     summed = rows > s.groups or not s.weight_group  # over the block
     # Others have no registers left for a block of the sum.
-    overlaps = overlaps_next(width) and chunks == 1 and form not in (_VECTORS, _WARPS)
+    overlaps = overlaps_next(width) and chunks == 1 and form not in (_VECTORS, _WARPS) and gate_form == 0
     size = 16 // WIDTH[s.t]
     distances = (d * size for d in (*s.dy, *s.x, *s.gate, *s.out, *s.dx))
     numbers = (
         s.tokens, s.inner, s.groups, s.cols, *distances, s.weight_group, lanes, threads, divisor(s.inner),
-        divisor(s.groups), int(s.w != s.t), int(overlaps), eps,
+        divisor(s.groups), int(s.w != s.t), int(overlaps), gate_form, eps,
     )  # fmt: skip
     shared = 0 if chunks == 1 else 2 * 3 * chunks * rows * threads * 16  # for the rows to come
     if summed:
         # If the first and the last of a block's tokens lack groups, these have a place all the same.
         whole = not s.weight_group or rows % s.groups == 0
         shared = max(shared, s.cols * 4 * (rows if whole else s.groups * ((rows + s.groups - 2) // s.groups + 1)))
-    launch = _BWD.bind((s.t, chunks, form), s.device, blocks, rows * threads, shared)
+    launch = _BWD.bind((s.t, chunks, form, gate_form == 0), s.device, blocks, rows * threads, shared)
     scratch = {"partial": Memory((blocks if summed else lanes, width), torch.float32)}
     return [Step(launch, *_TENSORS, "partial" if weight_grad else 0, *numbers)], scratch, overlaps
 

@@ -18,7 +18,7 @@ _SLICED = "act:i64 slices:i64 per_slice:i64 aligned:i64"
 # x, parameters, statistics: all of x's type in aten, else fp32 statistics.
 _TYPES = list(dict.fromkeys([*((t, t, t) for t in WIDTH), *((t, w, "fp32") for t, w in WEIGHTED_TYPES)]))
 _APPLY = Kernel(
-    "reduce/group_norm.cu", "group_norm_apply", template="T W S", variants=_TYPES, max_registers=80,
+    "reduce/group_norm.cu", "group_norm_apply", template="T W S", variants=_TYPES, max_registers=64,
     args="x:ptr variances:ptr means:ptr weight:ptr bias:ptr y:ptr mean:ptr rstd:ptr cols:i64 groups:i64 spatial:i64 "
     f"eps:f64 {_SLICED}",
 )  # fmt: skip
@@ -28,7 +28,7 @@ _PLANES = Kernel(
     "spatial:i64 act:i64 threads_per_row:i64 aligned:i64",
 )  # fmt: skip
 _BWD = Kernel(
-    "reduce/group_norm.cu", "group_norm_bwd", template="T W S", variants=_TYPES, max_registers=80,
+    "reduce/group_norm.cu", "group_norm_bwd", template="T W S", variants=_TYPES, max_registers=64,
     args="dy:ptr x:ptr weight:ptr bias:ptr mean:ptr rstd:ptr partial:ptr dx:ptr cols:i64 groups:i64 channels:i64 "
     f"spatial:i64 {_SLICED}",
 )  # fmt: skip

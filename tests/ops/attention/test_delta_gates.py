@@ -141,6 +141,20 @@ def test_special_values(bound: float, place: str) -> None:
         assert not grads[0][[0, 7, 8]].any() and not grads[1][[0, 7, 8]].any()
 
 
+@at("cpu", "sm_80", "sm_90", "cuda")
+def test_softplus_is_accurate_over_its_range(place: str) -> None:
+    """Relative to each result: far below 0 the decay and its gradients are nearly e^x."""
+    with running_on(place) as device:
+        g = torch.linspace(-80.0, 30.0, 1103, device=device).view(-1, 1)
+        leaves, exactly = ([t.to(d).requires_grad_() for t in (g, g[:1] * 0)] for d in (F32, torch.float64))
+        decay = gates(leaves[0], g, leaves[1].view(1), None, 0.0, True, 1.0)[0]
+        want = -torch.log1p(exactly[0].exp())
+        assert_close(decay.detach(), want.detach(), c=16.0)
+        got = torch.autograd.grad(decay, leaves[0], torch.ones_like(decay))[0]
+        slope = -torch.sigmoid(exactly[0].detach())
+        assert_close(got, slope, c=16.0)
+
+
 def _ordered(width: int) -> tuple[Tensor, ...]:
     leaves = [t.requires_grad_() for t in given(150, 3, width, BF16, BF16, F32, F32)]
     found = gates(*leaves, 0.0, True, 1.0)

@@ -35,7 +35,11 @@ def test_every_dtype(place: str, case: str, dtype: torch.dtype) -> None:
 
 
 FORMS = {"silu": ("silu", False), "silu first": ("silu", True), "sigmoid first": ("sigmoid", True)}
-SHAPES = {"heads": (5, 3, 128, True), "odd": (6, 2, 33, False), "wide": (2, 1, 4104, False)}
+SHAPES = {
+    "heads": (5, 3, 128, True), "odd": (6, 2, 33, False), "wide": (2, 1, 4104, False), "quads": (9, 2, 384, False),
+    "warps": (5, 1, 1280, True), "two_warps": (4, 3, 512, False), "four_warps": (3, 2, 1024, False),
+    "too wide": (2, 1, 8200, False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -159,14 +163,18 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Meta:
         (5, 2048), (2, 8192), (4, 480), (3, 1024),
     ),
 )  # fmt: skip
-def test_backward_grid_covers_every_row(tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("act", ("sigmoid", "silu"))
+def test_backward_grid_covers_every_row(
+    act: str, tokens: int, groups: int, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bound: list[Any] = []
     monkeypatch.setattr(plans, "_BWD", SimpleNamespace(bind=lambda *args: bound.extend(args)))
     meta = _meta(tokens, groups * cols)
-    plan = plans.plan_bwd(meta, meta, meta, _meta(groups * cols), groups, 1e-6, "same", "sigmoid", False, True, -1)
+    plan = plans.plan_bwd(meta, meta, meta, _meta(groups * cols), groups, 1e-6, "same", act, False, True, -1)
     variant, _, blocks, block, shared = bound
-    chunks, form = variant[1:]
-    lanes, threads = plan.steps[0].arguments[-7:-5]
+    chunks, form, sigmoid = variant[1:]
+    assert sigmoid is (act == "sigmoid") and (sigmoid or chunks > 1 or block <= 384)
+    lanes, threads = plan.steps[0].arguments[-8:-6]
     rows = block // threads
     assert block % 32 == 0 and block <= 512 and rows * threads == block and threads * chunks * 8 >= cols
     assert (threads in (1, 2, 4, 8, 16, 32), threads % 4 == 0, threads % 32 == 0, threads == 64, threads == 128)[form]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import rtkernels
 from rtkernels.errors import ArgumentError
+from rtkernels.ops.reduce import group_norm_plan
 
 # Shape of x and number of groups: whole vectors, channels that end inside of one, one element in each, several slices.
 SHAPES = {
@@ -75,6 +77,21 @@ def check(given: dict[str, Any], groups: int, act: str | None) -> None:
             fast = 2.0**-18 if given["x"].dtype != torch.float32 else 2.0**-20
             slack = fast / ROUNDOFF[got.dtype] * (8 + want.abs().amax())
             assert_close(got, want, c=1.05, scale=want.abs() + slack, what=what)
+
+
+@at("sm_80", "sm_90", "cuda")
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_slices_of_many_vectors(dtype: torch.dtype, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in one slice, as where rows are many: threads have several vectors, some of them one more than others."""
+    monkeypatch.setattr(group_norm_plan, "device_info", lambda device: SimpleNamespace(sm_count=1))
+    with running_on(place) as device:
+        given = make((4, 2, 73, 64), dtype, device, "")
+        x = given["x"].requires_grad_()
+        y = rtkernels.group_norm(x, given["weight"], given["bias"], groups=1, act="silu")
+        y.backward(given["dy"])
+        for got, want in zip((y.detach(), x.grad), exact(**given, groups=1, act="silu"), strict=False):
+            fast = 2.0**-18 if dtype != torch.float32 else 2.0**-20
+            assert_close(got, want, c=1.05, scale=want.abs() + fast / ROUNDOFF[dtype] * (8 + want.abs().amax()))
 
 
 @at()
