@@ -57,7 +57,6 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     constexpr int kRows = Shape::kRows, kRowBytes = Shape::kRowBytes, kStages = Shape::kStages, kDepth = Shape::kDepth;
     constexpr int kWarps = 4 * CONSUMERS, kThreads = 128 * CONSUMERS, kHalf = TOKENS / 2;
     constexpr int kBlocks = TOKENS > 32 && !kFine ? 1 : 2, kGroups = 4 / kBlocks;  // two would spill
-    constexpr int kEach = Left::kWords == 2 ? kBlocks : 2;  // blocks whose codes are read at a time
     extern __shared__ u8 memory[];
     __shared__ alignas(8) u64 barriers[2 * kStages];
     const ptx::SharedAddress ring = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -143,17 +142,21 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         for (int e = 0; e < kHalf; ++e) sums[e] = fmaf(products[e], scale_of[e / 2 % 2], sums[e]);
     };
     u32 left[2][2 * kBlocks][4];  // of two groups of products, kBlocks of 32 of k each
-    PipelineState<kStages> state, last;
-    for (int i = begin; i < end; ++i, last = state, state.advance()) {
+    PipelineState<kStages> state;
+    for (int i = begin; i < end; ++i, state.advance()) {
         u8* const stage = tiles + state.stage * Shape::kTileBytes;
         const u8* const extra = tiles + kExtras + state.stage * Shape::kScaleBytes;
+        // The stage of the step before, as the use of step i - 1 + kStages.
+        auto before = [&] {
+            const bool first = state.stage == 0;
+            return PipelineState<kStages>{first ? kStages - 1 : state.stage - 1, first ? state.phase : state.phase ^ 1u};
+        };
         u32 words[2][2][Left::kWords];  // [block][row]
-        auto read = [&](int block) {  // kEach of them
+        auto read = [&](int half) {
 #pragma unroll
             for (int x = 0; x < Left::kWords; ++x) {  // two vectors of 16 bytes at a time
-                if (kEach == 1 && x != block % 2) continue;
                 u32 four[4];
-                const int vector = 2 * (block / 2 * Left::kWords + x) + lane / 16;
+                const int vector = 2 * (half * Left::kWords + x) + lane / 16;
                 ptx::ldmatrix_x4(four, stage + swizzled_vector<kRowBytes>(matrix_row, vector));
 #pragma unroll
                 for (int y = 0; y < 2; ++y)
@@ -202,11 +205,10 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         read(0);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            const int next_block = (g + 1) * kBlocks;
             ptx::wgmma_wait<1>();  // the group before the last one, which had the same registers
-            if (g == 1 && i != begin && lane == 0) pipeline.release(last);
+            if (g == 1 && i != begin && lane == 0) pipeline.release(before());
             convert(g * kBlocks, left[g % 2]);
-            if (next_block < 4 && next_block % kEach == 0) read(next_block);
+            if ((g + 1) * kBlocks == 2) read(1);
             if (!kFine && g == 0) {
                 add_products();  // of the step before
                 const float* const scales = reinterpret_cast<const float*>(extra) + own_row;
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         }
         const int next = i - 1 + kStages;
         if (i != begin && next < end && warp == i % kWarps) {
-            const PipelineState<kStages> to = {last.stage, last.phase ^ 1u};
+            const PipelineState<kStages> to = before();
             pipeline.acquire(to);
             load_weights(to, next), load_tokens(to, next);
         }
