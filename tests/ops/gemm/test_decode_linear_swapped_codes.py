@@ -176,10 +176,10 @@ def test_rows_that_a_block_reads_twice(place: str, found: list[Product]) -> None
 
 
 @emulated
-@pytest.mark.parametrize(("name", "k", "norm"), (("int4_group", 288, False), ("e4m3_row", 300, True), ("int4_group", 302, True)))
-def test_strides_and_poisoned_memory(name: str, k: int, norm: bool, found: list[Product]) -> None:
+@pytest.mark.parametrize(("name", "k"), (("int4_group", 288), ("e4m3_row", 300), ("int4_group", 302)))
+def test_strides_and_poisoned_memory(name: str, k: int, found: list[Product]) -> None:
     """Rows end inside of a vector, and what lies behind them is not a number."""
-    arguments, exact, error = case(name, 19, 40, k, add=True, norm=norm)
+    arguments, exact, error = case(name, 19, 40, k, add=True, norm=k % 8 > 0)
     x, codes, scale, bias, add, *others = arguments
 
     def apart(t: torch.Tensor, columns: int) -> torch.Tensor:
