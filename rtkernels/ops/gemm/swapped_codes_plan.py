@@ -31,9 +31,9 @@ _PRODUCT = 16  # of a product of 64 x 16 weights, at least; one of 64 tokens tak
 KERNEL = Kernel(
     "gemm/gemm_swapped_codes_sm90.cu", "gemm_swapped_codes_sm90", template="Codes TOKENS CONSUMERS", max_registers=128,
     needs=("wgmma", "cluster", "pdl"),
-    args="a_map:tmap b_map:tmap b:ptr scale:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_:i64 b_pitch:i64 "
-    "out_pitch:i64 add_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 parts_shift_:i64 flags:i64 types:i64 "
-    "factor:f64",
+    args="a_map:tmap b_map:tmap b:ptr scale:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_:i64 "
+    "b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 parts_shift_:i64 "
+    "flags:i64 types:i64 factor:f64",
     variants=[(codes, *size) for codes in dict.fromkeys(_CODES.values()) for size in _SIZES], tier="serve",
 )  # fmt: skip
 KERNELS = (KERNEL, *swapped_tokens_plan.KERNELS)
