@@ -2,8 +2,8 @@
 // finishes their token, which adds those of all blocks in order. There, a warp has a token and a lane has columns 32 apart,
 // so that stores of the transposed tile are neighbours.
 //
-// Shared memory, from the same address on in all blocks: sums [parts][tokens of a block][kPitch], then, behind a norm, SQUARES
-// sums of squares [parts][SQUARES][tokens of a block]. Token i is finished by block i % parts.
+// Shared memory, from the same address on in all blocks: sums [parts][tokens of a block][kPitch]. Token i is finished by
+// block i % parts.
 #pragma once
 #include "gemm/gemm_skinny_finish.cuh"
 #include "ptx/cluster.cuh"
@@ -49,7 +49,7 @@ struct SwappedFactors {
     }
 };
 
-template <int CONSUMERS, int SQUARES>
+template <int CONSUMERS>
 struct SwappedExchange {
     static constexpr int kPitch = SwappedTile<CONSUMERS>::kPitch, kEach = SwappedTile<CONSUMERS>::kEach;
     float* received;
@@ -84,18 +84,7 @@ struct SwappedExchange {
             }
     }
 
-    RTK_DEVICE void send_square(int token, int i, float square) const {
-        store(squares() + (rank * SQUARES + i) * own_tokens() + (token >> parts_shift), token, square);
-    }
-
-    // The reciprocal root mean square of a token of this block.
-    RTK_DEVICE float inverse_root(int local, float k, float eps) const {
-        float square = 0.0f;
-        for (int p = 0; p < parts() * SQUARES; ++p) square += squares()[p * own_tokens() + local];
-        return rsqrtf(square / k + eps);
-    }
-
-    // Called by warps of consumers. `of_token(token, local)`: the factor of a token's sums.
+    // Called by warps of consumers. `of_token(token)`: the factor of a token's sums.
     template <typename OfToken>
     RTK_DEVICE void finish(const SwappedTile<CONSUMERS>& tile, const SwappedFactors<CONSUMERS>& factors, const SkinnyStore& store,
                            int warp, int lane, bool add_last, float factor, const OfToken& of_token) const {
@@ -109,7 +98,7 @@ struct SwappedExchange {
                 const i64 at = token * store.add_pitch + tile.first + lane + 32 * i;
                 added[i] = has_add ? skinny_load(store.add, at, store.add_type) : 0.0f;
             }
-            const float times_token = of_token(token, local);
+            const float times_token = of_token(token);
 #pragma unroll
             for (int i = 0; i < kEach; ++i) value[i] = 0.0f;
             for (int p = 0; p < parts(); ++p)
@@ -131,8 +120,6 @@ struct SwappedExchange {
     }
 
    private:
-    RTK_DEVICE float* squares() const { return received + parts() * own_tokens() * kPitch; }
-
     // To the block that finishes the token.
     RTK_DEVICE void store(float* to, int token, float value) const {
         if (parts_shift == 0) {

@@ -8,15 +8,13 @@
 // cluster that finishes the token, which adds those of the blocks in order: results do not depend on timing. There, a
 // warp has a token and a lane a column, so that stores of the transposed tile are neighbours.
 //
-// Sums are fp32 in the tensor cores over the k of a block; those of e4m3 are added in fp32 registers every 128 of k. With
-// NORM, a is rms_norm(a): consumers multiply a stage's tokens by offset + gain[k] and round them before its products, and
-// results are multiplied by the reciprocal of the row's root mean square, so that no product waits for the sum of squares.
+// Sums are fp32 in the tensor cores over the k of a block; those of e4m3 are added in fp32 registers every 128 of k.
 //
 // The launch may start before the previous kernel has ended. With kSwappedConstant, nothing that may still be running
 // writes b, whose first stages are then loaded at once; without it, they are prefetched into L2.
 //
 // Shared memory: the ring; after the loop, in its place, sums [parts][tokens of a block][kPitch] from all blocks of the
-// cluster, then with NORM their squares [parts][tokens of a block].
+// cluster.
 #include "common/pipeline.cuh"
 #include "gemm/gemm_swapped_finish.cuh"
 #include "gemm/operand_sm90.cuh"
@@ -31,23 +29,22 @@ struct SwappedShape {
     static constexpr int kStageBytes = (kRows + TOKENS) * static_cast<int>(kTileRow);
     static constexpr int kBlocks = TOKENS > 64 ? 1 : 2;  // on an SM
     static constexpr int kStages = (kBlocks == 1 ? 196608 : 110592) / kStageBytes;
-    static_assert(TOKENS * kPitch * 4 + TOKENS * 4 <= kStages * kStageBytes, "sums take the place of the ring");
+    static_assert(TOKENS * kPitch * 4 <= kStages * kStageBytes, "sums take the place of the ring");
 };
 
 // `types`: four bits each of bias, add, out, activation (SkinnyTypes, SkinnyActivation).
-template <typename T, int TOKENS, int CONSUMERS, bool NORM>
+template <typename T, int TOKENS, int CONSUMERS>
 __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CONSUMERS>::kBlocks)
     gemm_swapped_sm90(const __grid_constant__ ptx::TensorMap a_map, const __grid_constant__ ptx::TensorMap b_map, const u8* b,
-                      const float* scale_a, const float* scale_b, const void* bias, const void* add, const u8* gain,
-                      void* out, i64 m, i64 n, i64 k_bytes, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 scale_a_step,
-                      i64 scale_b_step, i64 parts_shift_, i64 flags, i64 types, double eps, double offset, double factor) {
+                      const float* scale_a, const float* scale_b, const void* bias, const void* add, void* out, i64 m,
+                      i64 n, i64 k_bytes, i64 b_pitch, i64 out_pitch, i64 add_pitch, i64 scale_a_step, i64 scale_b_step,
+                      i64 parts_shift_, i64 flags, i64 types, double factor) {
     using Shape = SwappedShape<TOKENS, CONSUMERS>;
     using Operands = TypedOperands<T, T, false, false, CONSUMERS, 1, TOKENS>;
     constexpr int kRows = Shape::kRows, kStages = Shape::kStages;
     constexpr int kConsumerWarps = 4 * CONSUMERS, kThreads = 128 * CONSUMERS;
     constexpr bool kPromoted = sizeof(T) == 1;
     static_assert(Operands::kStageBytes == Shape::kStageBytes, "rows of b, then tokens");
-    static_assert(!NORM || is_same<T, bf16>::value, "products of rows before their norm need the range of bf16");
     extern __shared__ u8 memory[];
     __shared__ alignas(8) u64 barriers[2 * kStages];
     const ptx::SharedAddress ring = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -77,8 +74,6 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
     float sums[TOKENS / 2];
 #pragma unroll
     for (float& sum : sums) sum = 0.0f;
-    constexpr int kVectors = NORM ? TOKENS * 8 / kThreads : 1;  // of a thread, of a stage's tokens
-    float squares[kVectors] = {};
     SwappedFactors<CONSUMERS> factors;
 
     if (warp == kConsumerWarps) {
@@ -109,56 +104,17 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
         if (constant) ptx::wait_for_previous();
         const u32 own = static_cast<u32>(warp / 4);  // 64 rows of the tile
         PipelineState<kStages> state;
-        if constexpr (NORM || kPromoted) {
-            Raw<16> next_gain = {};
-            auto load_gain = [&](int step) {
-                const i64 at = step * static_cast<i64>(kTileRow) + thread % 8 * 16;
-                next_gain = {};
-                if (at < k_bytes) next_gain = ptx::ld_keep<16>(gain + at);
-            };
-            if (NORM && begin < end) load_gain(begin);
+        if constexpr (kPromoted) {
             for (int i = begin; i < end; ++i, state.advance()) {
-                const ptx::SharedAddress stage = ring + state.stage * Shape::kStageBytes;
-                if constexpr (NORM) {
-                    float gains[8];
-                    unpack<bf16, 8>(next_gain, gains);
+                float part[TOKENS / 2];
+                pipeline.wait(state);
+                ptx::wgmma_fence();
+                Operands::multiply(part, ring + state.stage * Shape::kStageBytes, own, 0, false);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<0>();
+                if (lane == 0) pipeline.release(state);
 #pragma unroll
-                    for (float& one : gains) one += static_cast<float>(offset);
-                    if (i + 1 < end) load_gain(i + 1);
-                    pipeline.wait(state);
-#pragma unroll
-                    for (int v = 0; v < kVectors; ++v) {
-                        const int row = thread / 8 + v * (kThreads / 8);
-                        if (row >= tokens) continue;
-                        const ptx::SharedAddress at =
-                            stage + Operands::kABytes + row * static_cast<int>(kTileRow) + ((thread % 8 ^ (row & 7)) << 4);
-                        float value[8];
-                        unpack<bf16, 8>(ptx::ld_shared_16(at), value);
-#pragma unroll
-                        for (int e = 0; e < 8; ++e) {
-                            squares[v] = fmaf(value[e], value[e], squares[v]);
-                            value[e] *= gains[e];
-                        }
-                        ptx::st_shared_16(at, pack<bf16, 8>(value));
-                    }
-                    ptx::fence_async_shared();
-                    ptx::named_barrier_sync(1, kThreads);
-                    ptx::wgmma_fence();
-                    Operands::multiply(sums, stage, own, 0, true);
-                    ptx::wgmma_commit();
-                    ptx::wgmma_wait<0>();
-                    if (lane == 0) pipeline.release(state);
-                } else {
-                    float part[TOKENS / 2];
-                    pipeline.wait(state);
-                    ptx::wgmma_fence();
-                    Operands::multiply(part, stage, own, 0, false);
-                    ptx::wgmma_commit();
-                    ptx::wgmma_wait<0>();
-                    if (lane == 0) pipeline.release(state);
-#pragma unroll
-                    for (int e = 0; e < TOKENS / 2; ++e) sums[e] += part[e];
-                }
+                for (int e = 0; e < TOKENS / 2; ++e) sums[e] += part[e];
             }
         } else {
             PipelineState<kStages> last = state;
@@ -175,28 +131,15 @@ __global__ void __launch_bounds__(128 * CONSUMERS + 32, SwappedShape<TOKENS, CON
         }
     }
 
-    SwappedExchange<CONSUMERS, 1> exchange{received, tokens, parts_shift, rank};
+    SwappedExchange<CONSUMERS> exchange{received, tokens, parts_shift, rank};
     exchange.barrier();  // all rings of the cluster are free behind it
-    if (warp < kConsumerWarps) {
-        exchange.send(sums, warp, lane);
-        if constexpr (NORM) {
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                float square = squares[v];
-#pragma unroll
-                for (int lanes = 1; lanes < 8; lanes *= 2) square += __shfl_xor_sync(0xffffffffu, square, lanes);
-                const int token = thread / 8 + v * (kThreads / 8);
-                if (lane % 8 == 0 && token < tokens) exchange.send_square(token, 0, square);
-            }
-        }
-    }
+    if (warp < kConsumerWarps) exchange.send(sums, warp, lane);
     exchange.barrier();
 
     const bool add_last = flags & kSwappedAddLast;
     const SkinnyStore store = {add, out, out_pitch, add_pitch, type(1), type(2), type(3), (flags & kSwappedAccumulate) != 0, gated};
     if (warp >= kConsumerWarps) return;
-    exchange.finish(tile, factors, store, warp, lane, add_last, static_cast<float>(factor), [&](int token, int local) {
-        if constexpr (NORM) return exchange.inverse_root(local, static_cast<float>(k_bytes / 2), static_cast<float>(eps));
+    exchange.finish(tile, factors, store, warp, lane, add_last, static_cast<float>(factor), [&](int token) {
         return scale_a == nullptr ? 1.0f : scale_a[token * scale_a_step];
     });
 }

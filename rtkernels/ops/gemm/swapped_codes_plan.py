@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm import swapped_plan
+from rtkernels.ops.gemm import swapped_plan, swapped_tokens_plan
 from rtkernels.ops.gemm.product import BYTES, Product, Scales
 from rtkernels.ops.gemm.swapped_plan import ACTS, TYPES, Shape
 from rtkernels.runtime.launch.device import device_info
@@ -18,7 +18,6 @@ MIN_ROWS, MAX_ROWS = 9, 64
 # As in gemm_swapped_codes_sm90.cu.
 _DEPTH = 128  # of k, of a step; codes that share a scale along k
 _RING = 110592  # bytes of stages
-_GAINS = 2 * _DEPTH  # bytes of a norm's weight in a stage
 _GATED, _CONSTANT, _SIGNED, _VARIES = 1, 4, 16, 32
 _CODES = {
     "e4m3": "e4m3", "int8": "int8_codes", "int4": "int4_codes", "uint4": "int4_codes", "e2m1": "e2m1_codes",
@@ -32,12 +31,12 @@ _PRODUCT = 16  # of a product of 64 x 16 weights, at least; one of 64 tokens tak
 KERNEL = Kernel(
     "gemm/gemm_swapped_codes_sm90.cu", "gemm_swapped_codes_sm90", template="Codes TOKENS CONSUMERS", max_registers=128,
     needs=("wgmma", "cluster", "pdl"),
-    args="a_map:tmap b_map:tmap b:ptr scale:ptr global_scale:ptr bias:ptr add:ptr gain:ptr out:ptr m:i64 n:i64 k_:i64 "
-    "b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 parts_shift_:i64 flags:i64 "
-    "types:i64 eps:f64 offset:f64 factor:f64",
+    args="a_map:tmap b_map:tmap b:ptr scale:ptr global_scale:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_:i64 "
+    "b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_row:i64 scale_group:i64 scale_shift:i64 parts_shift_:i64 "
+    "flags:i64 types:i64 factor:f64",
     variants=[(codes, *size) for codes in dict.fromkeys(_CODES.values()) for size in _SIZES], tier="serve",
 )  # fmt: skip
-KERNELS = (KERNEL,)
+KERNELS = (KERNEL, *swapped_tokens_plan.KERNELS)
 
 
 def unsupported(product: Product, target: Target) -> str | None:
@@ -91,7 +90,7 @@ def _row_bytes(p: Product) -> int:
 
 def shared(p: Product, shape: Shape) -> int:
     """Return the bytes of dynamic shared memory of a launch."""
-    stage = shape.rows * (_row_bytes(p) + (8 if p.b.token == "e2m1" else 4)) + shape.tokens * 2 * _DEPTH + _GAINS
+    stage = shape.rows * (_row_bytes(p) + (8 if p.b.token == "e2m1" else 4)) + shape.tokens * 2 * _DEPTH
     return 1024 + _RING // stage * stage
 
 
@@ -121,7 +120,7 @@ def serves_step(product: Product, target: Target) -> bool:
 
 
 def launches(product: Product, device: int, *, norm: bool = False, constant: bool = False) -> Steps:
-    """Return the launch of a product that ``unsupported`` accepts; the call has a number ``factor``.
+    """Return the launches of a product that ``unsupported`` accepts; the call has a number ``factor``.
 
     Args:
         product: The product; its `add` is added behind an activation.
@@ -134,13 +133,14 @@ def launches(product: Product, device: int, *, norm: bool = False, constant: boo
         return Steps()
     shape, row_bytes, s = shape_of(p, info.sm_count), _row_bytes(p), p.scale_b
     b_rows, box_rows = (2 * p.n, shape.rows // 2) if p.gate else (p.n, shape.rows)
-    b_sizes, a_sizes = (int(p.k * BYTES[p.b.token]), b_rows), (p.k, p.m)
+    b_sizes = (int(p.k * BYTES[p.b.token]), b_rows)
     b_pitch = int(p.b.pitch * BYTES[p.b.token])
     b_boxes = Boxes(
         "b", "byte", b_sizes, box_strides(b_sizes, (b_pitch,), 1), (row_bytes, box_rows),
         True if row_bytes == 128 else row_bytes,
     )  # fmt: skip
-    a_boxes = Boxes("a", "bf16", a_sizes, box_strides(a_sizes, (p.a.pitch,), 2), (_DEPTH // 2, shape.tokens))
+    order = swapped_tokens_plan.BYTES if row_bytes == 128 else swapped_tokens_plan.HALF_BYTES
+    tokens = swapped_tokens_plan.prepared(p, device, shape.tokens, norm=norm, order=order)
     along_k = s is not None and (p.b.token == "e2m1" or _varies(s, p.k))
     flags = (
         _GATED * (p.gate is not None) + _CONSTANT * constant + _SIGNED * (p.b.token == "int4") + _VARIES * along_k
@@ -151,12 +151,13 @@ def launches(product: Product, device: int, *, norm: bool = False, constant: boo
         128 * shape.consumers, shared(p, shape), overlap=True, cluster=shape.parts,
     )  # fmt: skip
     return Steps(
+        tokens.step,
         Step(
-            launch, a_boxes, b_boxes, "b", "scale_b" if s else 0, "global_scale" if p.global_scale else 0,
-            "bias" if p.bias else 0, "add" if p.add else 0, "norm_weight" if norm else 0, "out", p.m, p.n, p.k, b_pitch,
-            p.out.pitch, p.add_pitch, s.row_pitch if s and s.rows else 0, s.depth_pitch if along_k else 0,
+            launch, tokens.boxes, b_boxes, "b", "scale_b" if s else 0, "global_scale" if p.global_scale else 0,
+            "bias" if p.bias else 0, "add" if p.add else 0, "out", p.m, p.n, p.k, b_pitch, p.out.pitch, p.add_pitch,
+            s.row_pitch if s and s.rows else 0, s.depth_pitch if along_k else 0,
             7 if along_k and s.rows == 128 else 0, shape.parts.bit_length() - 1, flags,
-            sum(value << 4 * i for i, value in enumerate(types)), *(("eps", "offset") if norm else (0.0, 0.0)),
-            "factor",
-        )
+            sum(value << 4 * i for i, value in enumerate(types)), "factor",
+        ),
+        scratch=tokens.scratch,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rtkernels.ops.gemm import sm90_limits, sm90_plan
+from rtkernels.ops.gemm import sm90_limits, sm90_plan, swapped_tokens_plan
 from rtkernels.ops.gemm.product import BYTES, FLOAT16, Product
 from rtkernels.ops.gemm.tile_choice import loads
 from rtkernels.runtime.launch.device import DeviceInfo, device_info
@@ -77,17 +77,15 @@ def _variants() -> Iterator[tuple[str | int | bool, ...]]:
     for token in (*FLOAT16, "e4m3"):
         for size in _SIZES:
             if token != "e4m3" or size[0] <= 128:  # two sets of sums
-                yield (token, *size, False)
-            if token == "bf16" and size[0] <= NORM_ROWS:
-                yield (token, *size, True)
+                yield (token, *size)
 
 
 KERNEL = Kernel(
-    "gemm/gemm_swapped_sm90.cu", "gemm_swapped_sm90", template="T TOKENS CONSUMERS NORM", max_registers=168,
+    "gemm/gemm_swapped_sm90.cu", "gemm_swapped_sm90", template="T TOKENS CONSUMERS", max_registers=168,
     needs=("wgmma", "cluster", "pdl"),
-    args="a_map:tmap b_map:tmap b:ptr scale_a:ptr scale_b:ptr bias:ptr add:ptr gain:ptr out:ptr m:i64 n:i64 "
-    "k_bytes:i64 b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 parts_shift_:i64 flags:i64 "
-    "types:i64 eps:f64 offset:f64 factor:f64",
+    args="a_map:tmap b_map:tmap b:ptr scale_a:ptr scale_b:ptr bias:ptr add:ptr out:ptr m:i64 n:i64 k_bytes:i64 "
+    "b_pitch:i64 out_pitch:i64 add_pitch:i64 scale_a_step:i64 scale_b_step:i64 parts_shift_:i64 flags:i64 "
+    "types:i64 factor:f64",
     variants=list(_variants()), tier="serve",
 )  # fmt: skip
 KERNELS = (KERNEL,)
@@ -110,7 +108,7 @@ def unsupported(product: Product, target: Target, norm: bool = False) -> str | N
     if p.a.token != p.b.token or p.a.token not in (*FLOAT16, "e4m3"):
         return f"no {p.a.token} and {p.b.token} operands"
     if norm and p.a.token != "bf16":
-        return "rows before their norm need the range of bf16"
+        return "norms of bf16 rows only"
     if p.a.across or p.b.across:
         return "rows of memory are those of the summed dimension"
     if not (p.a.aligned and p.b.aligned):
@@ -215,7 +213,7 @@ def launches(
     product: Product, device: int, *, norm: bool = False, constant: bool = False, add_last: bool = False,
     consumers: int | None = None, parts: int | None = None,
 ) -> Steps:  # fmt: skip
-    """Return the launch of a product, with a norm of the rows of a if `norm` is set.
+    """Return the launch of a product, behind one for the norm of the rows of a if `norm` is set.
 
     Args:
         product: The product.
@@ -246,19 +244,18 @@ def launches(
     types = TYPES.get(p.bias, 0), TYPES.get(p.add, 0), TYPES[p.out.token], ACTS[p.gate or p.act]
     scale_steps = [s.row_pitch if s is not None and s.rows else 0 for s in (p.scale_a, p.scale_b)]
     launch = KERNEL.bind(
-        (p.a.token, shape.tokens, shape.consumers, norm), device, shape.tiles(p) * shape.parts,
+        (p.a.token, shape.tokens, shape.consumers), device, shape.tiles(p) * shape.parts,
         128 * shape.consumers + 32, shape.shared, overlap=True, cluster=shape.parts,
     )  # fmt: skip
-    return Steps(
-        Step(
-            launch, boxes("a", p.m, p.a.pitch, shape.tokens), boxes("b", b_rows, p.b.pitch, box_rows), "b",
-            "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0, "bias" if p.bias else 0,
-            "add" if p.add else 0, "norm_weight" if norm else 0, "out", p.m, p.n, p.k * size, p.b.pitch * size,
-            p.out.pitch, p.add_pitch, *scale_steps, shape.parts.bit_length() - 1, flags,
-            sum(value << 4 * i for i, value in enumerate(types)), *(("eps", "offset") if norm else (0.0, 0.0)),
-            "factor" if add_last else 1.0,
-        )
+    normed = swapped_tokens_plan.prepared(p, device, shape.tokens, norm=True) if norm else None
+    step = Step(
+        launch, normed.boxes if normed else boxes("a", p.m, p.a.pitch, shape.tokens),
+        boxes("b", b_rows, p.b.pitch, box_rows), "b", "scale_a" if p.scale_a else 0, "scale_b" if p.scale_b else 0,
+        "bias" if p.bias else 0, "add" if p.add else 0, "out", p.m, p.n, p.k * size, p.b.pitch * size, p.out.pitch,
+        p.add_pitch, *scale_steps, shape.parts.bit_length() - 1, flags,
+        sum(value << 4 * i for i, value in enumerate(types)), "factor" if add_last else 1.0,
     )  # fmt: skip
+    return Steps(normed.step, step, scratch=normed.scratch) if normed else Steps(step)
 
 
 def candidates(product: Product, info: DeviceInfo) -> list[dict[str, Any]]:

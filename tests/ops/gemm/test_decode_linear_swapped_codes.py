@@ -168,19 +168,27 @@ def test_results_do_not_depend_on_the_order_of_blocks(found: list[Product], monk
     assert all(torch.equal(out, results[0]) for out in results)
 
 
+@at("sm_90", "cuda")
+def test_rows_that_a_block_reads_twice(place: str, found: list[Product]) -> None:
+    """The norm's kernel keeps the first 8192 elements of a row in registers."""
+    checked(case("int4_group", 17, 8, 8480, norm=True), place)
+    assert len(found) == 1
+
+
 @emulated
-def test_strides_and_poisoned_memory(found: list[Product]) -> None:
-    arguments, exact, error = case("int4_group", 11, 40, 288, add=True)
+@pytest.mark.parametrize(("name", "k"), (("int4_group", 288), ("e4m3_row", 300), ("int4_group", 302)))
+def test_strides_and_poisoned_memory(name: str, k: int, found: list[Product]) -> None:
+    """Rows end inside of a vector, and what lies behind them is not a number."""
+    arguments, exact, error = case(name, 19, 40, k, add=True, norm=k % 8 > 0)
     x, codes, scale, bias, add, *others = arguments
 
     def apart(t: torch.Tensor, columns: int) -> torch.Tensor:
-        filled = torch.full((t.shape[0], columns), 255).to(t.dtype)
-        if t.is_floating_point():
-            filled = torch.full((t.shape[0], columns), torch.nan, dtype=t.dtype)
+        filled = torch.full((t.shape[0], columns), 255 if t.dtype == torch.uint8 else torch.nan).to(t.dtype)
         filled[:, : t.shape[1]] = t
         return filled[:, : t.shape[1]]
 
-    given = (apart(x, 320), apart(codes, 160), apart(scale, 5), bias, apart(add, 41), *others)
+    scale = scale if scale.dim() == 1 else apart(scale, 5)
+    given = (apart(x, 320), apart(codes, 320 * codes.shape[1] // k), scale, bias, apart(add, 41), *others)
     with rtkernels.emulate("sm_90"):
         out = FORWARD.call(*given)
     assert ((out.double() - exact).abs() <= error).all() and len(found) == 1
