@@ -175,12 +175,15 @@ def unsupported(
 
 
 def serves_many(a: Tensor, b: Tensor, gated: bool, norm: bool) -> bool:
-    """Return True if ``generate()`` takes this op for more rows than ``decoding.OWN_ROWS``."""
-    if level() or not a.is_cuda:
+    """Return True if ``generate()`` takes this op for more rows than ``decoding.OWN_ROWS``.
+
+    With a norm in front, a gate or more than 16 rows, cuBLAS and a kernel for each of these are faster.
+    """
+    if norm or gated or level() or not a.is_cuda:
         return False
-    metas = map(meta_of, (a, b))
-    call = DecodeLinear(*metas, *(None,) * 6, "silu" if gated else None, gated, False)
-    return swapped_plan.serves_step(_describe(call).product, device_info(a.get_device()).target, norm)
+    call = DecodeLinear(*map(meta_of, (a, b)), *(None,) * 7, False, False)
+    p, target = _describe(call).product, device_info(a.get_device()).target
+    return swapped_plan.serves_short_step(p, target)
 
 
 def serves_many_codes(

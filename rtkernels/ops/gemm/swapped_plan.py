@@ -30,13 +30,13 @@ TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _ACCUMULATE, _CONSTANT, _ADD_LAST = 1, 2, 4, 8
 
-# Clock cycles of an H200: constants of `tile_choice` where the parts are the same.
-_START = 6400  # until the first stage has arrived: the blocks do nothing else before
-_DELIVERED, _OF_AN_SM = 2300, 83  # bytes that memory delivers in a cycle, at most, and to one SM
-_LOADED = 2.38  # cycles of 128 bytes from L2
-_STEP = 150  # of a stage, at least: its barriers and products
-_FINISH = (900, 12)  # behind the loop, and of each result of a thread
-_CLUSTER = {1: 0, 2: 700, 4: 900, 8: 1600}  # of a launch of clusters, and of their barriers
+# Clock cycles of an H200, fitted to 15 products of 16 to 64 rows in bf16, cut in every way (docs/decisions/gemm.md).
+_START = 7400  # until the first stage has arrived: the blocks do nothing else before
+_DELIVERED, _OF_AN_SM = 1650, 83  # bytes that memory delivers in a cycle, at most, and to one SM
+_LOADED = 5.0  # cycles of 128 bytes from L2
+_STEP = (240, 3)  # of a stage, at least, and of each of its tokens: barriers and products
+_FINISH = (6300, 450)  # behind the loop, and of each result of a thread
+_CLUSTER = {1: 0, 2: 0, 4: 1900, 8: 3700}  # of a launch of clusters, and of their barriers
 _FASTER = 0.95  # of the time of `sm90`, at most, for the backend to be chosen
 _SMALL = 8 << 20  # bytes of weights, up to which `cluster` is faster for few rows
 
@@ -136,7 +136,7 @@ def cycles(p: Product, shape: Shape, sms: int) -> float:
     of_tokens, of_weights = loads(p.a.pitch * size), loads(p.b.pitch * size)
     weights = p.n * (2 if p.gate else 1) * p.k * size
     loaded = shape.rows * of_weights + shape.tokens * of_tokens
-    return launch_cycles(p, shape, sms, weights * of_weights, steps, loaded, _STEP)
+    return launch_cycles(p, shape, sms, weights * of_weights, steps, loaded, _STEP[0] + _STEP[1] * shape.tokens)
 
 
 def launch_cycles(
@@ -202,6 +202,11 @@ def serves_step(product: Product, target: Target, norm: bool) -> bool:
     p = product
     is_latency = p.m <= CHUNK_ROWS and _is_small(p)
     return p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
+
+
+def serves_short_step(product: Product, target: Target) -> bool:
+    """Return True if this kernel or that of ``chunk_plan`` computes a layer of up to 16 rows faster than cuBLAS."""
+    return product.m <= CHUNK_ROWS and unsupported(product, target) is None
 
 
 def steps(product: Product, device: int, *, consumers: int | None = None, parts: int | None = None) -> Steps:
