@@ -56,8 +56,7 @@ def _order(product: Product, info: DeviceInfo) -> tuple[str, ...]:
         order = ("cluster", *order)
     elif product.m <= _DECODE_FIRST and BYTES[product.b.token] == 2 and product.gate is None:
         order = ("decode", *order)
-    if swapped_plan.is_faster(product, info):
-        order = ("swapped", *order)
+    order = tuple(dict.fromkeys((*swapped_plan.preferred(product, info), *order)))
     return ("pad", *order) if pad_plan.is_worthwhile(product, info) else order
 
 

@@ -19,8 +19,8 @@ from rtkernels.runtime.targets import Target
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
-CHUNK_ROWS = 16  # up to which others are chosen for products, and `chunk_plan` for steps with few weights
-AUTOMATIC_ROWS = 64  # up to which the backend is chosen where `is_faster` says so
+CHUNK_ROWS = 16  # up to which `chunk_plan` is chosen for steps with few weights
+AUTOMATIC_ROWS = 64  # up to which `preferred` compares the backend with `sm90`
 
 # As in gemm_swapped_sm90.cu.
 _ROW = 128  # bytes of k in a stage, of every row
@@ -37,7 +37,8 @@ _LOADED = 5.0  # cycles of 128 bytes from L2
 _STEP = (240, 3)  # of a stage, at least, and of each of its tokens: barriers and products
 _FINISH = (6300, 450)  # behind the loop, and of each result of a thread
 _CLUSTER = {1: 0, 2: 0, 4: 1900, 8: 3700}  # of a launch of clusters, and of their barriers
-_FASTER = 0.95  # of the time of `sm90`, at most, for the backend to be chosen
+# `sm90` with few rows takes so many times its estimate, and at least this, and a cycle for so many bytes of weights.
+_SM90_FACTOR, _SM90_START, _SM90_DELIVERED = 1.1, 18700, 1820
 _SMALL = 8 << 20  # bytes of weights, up to which `cluster` is faster for few rows
 
 
@@ -182,19 +183,18 @@ def _is_small(p: Product) -> bool:
     return p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token] <= _SMALL
 
 
-def is_faster(product: Product, info: DeviceInfo) -> bool:
-    """Return True if the backend is to be asked first."""
+def preferred(product: Product, info: DeviceInfo) -> tuple[str, ...]:
+    """Return the backend to be asked first for a product of few rows: this one or `sm90`, or none."""
     p = product
-    if not CHUNK_ROWS < p.m <= AUTOMATIC_ROWS or p.n == 0:
-        return False
-    if unsupported(p, info.target) is not None or p.gate is not None:
-        return False
-    if p.m <= 32 and _is_small(p) and p.a.token in FLOAT16:
-        return False
+    if not MIN_ROWS <= p.m <= AUTOMATIC_ROWS or p.n == 0 or p.gate is not None:
+        return ()
+    if unsupported(p, info.target) is not None:
+        return ()
     if sm90_limits.unsupported(p, info.target) is not None:
-        return True  # the others have no wgmma
+        return ("swapped",)  # the others have no wgmma
     own = cycles(p, shape_of(p, info.sm_count), info.sm_count)
-    return own <= _FASTER * sm90_plan.estimate(p, info.sm_count)
+    memory = _SM90_START + p.n * p.k * BYTES[p.b.token] / _SM90_DELIVERED
+    return ("swapped" if own <= max(_SM90_FACTOR * sm90_plan.estimate(p, info.sm_count), memory) else "sm90",)
 
 
 def serves_step(product: Product, target: Target, norm: bool) -> bool:
