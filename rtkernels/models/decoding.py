@@ -162,10 +162,12 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> _Matrix:
             raise _Unsupported("weights of its projections are not adjacent in memory")
         codes = quantized_linears.Codes(weight, scale, None, None)
     rows = row_count(x.shape)
-    if codes.scale is not None and rows > OWN_ROWS and not decode_linear.serves_many_codes(
-        rows, x.dtype, codes.weight, codes.scale, codes.packed, codes.global_scale
-    ):  # fmt: skip
-        raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
+    if codes.scale is not None and rows > OWN_ROWS:
+        if scale is not None and rows > served.AS_IT_IS:
+            raise _Unsupported(f"more than {served.AS_IT_IS} rows, which products of fp8 codes multiply faster")
+        given = rows, x.dtype, codes.weight, codes.scale, codes.packed, codes.global_scale
+        if not decode_linear.serves_many_codes(*given):
+            raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len(biases) not in (0, len(linears)):
         raise _Unsupported("some of its projections have a bias, others have none")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rtkernels.ops.gemm import swapped_plan, swapped_tokens_plan
+from rtkernels.ops.gemm import swapped_tokens_plan
 from rtkernels.ops.gemm.product import BYTES, Product, Scales
 from rtkernels.ops.gemm.swapped_plan import ACTS, TYPES, Shape
 from rtkernels.runtime.launch.device import device_info
@@ -25,8 +25,14 @@ _CODES = {
 _SIZES = ((16, 1), (16, 2), (32, 2), (64, 2))  # tokens and warpgroups of a block
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster
 
-_STEP = 450  # clock cycles of a step, at least: tokens are reordered, codes converted, products waited for
-_PRODUCT = 16  # of a product of 64 x 16 weights, at least; one of 64 tokens takes 32
+# Clock cycles of an H200, fitted to 90 products of 16 to 64 rows, cut in every way (docs/decisions/gemm.md).
+_START = 10700  # until the first stage has arrived
+_STEP = (640, 12)  # of a step, and of each of its tokens
+_CONVERTED = {"e4m3": 1.0, "int8": 1.0, "int4": 1.4, "uint4": 1.4, "e2m1": 1.6}  # times as long, by codes
+_BOTH, _SHARED = 1.26, 1.74  # times as long, with two warpgroups, and with two blocks on an SM
+_FINISH = (2100, 400)  # behind the loop, and of each result of a thread
+_CLUSTER = {1: 0, 2: 760, 4: 2050, 8: 9300}  # of a launch of clusters, and of their barriers
+_DELIVERED = 1900  # bytes that memory delivers in a cycle, at most
 
 KERNEL = Kernel(
     "gemm/gemm_swapped_codes_sm90.cu", "gemm_swapped_codes_sm90", template="Codes TOKENS CONSUMERS", max_registers=128,
@@ -95,12 +101,16 @@ def shared(p: Product, shape: Shape) -> int:
 
 
 def cycles(p: Product, shape: Shape, sms: int) -> float:
-    """Return how long a product takes, reckoned."""
+    """Return how long a product takes."""
     blocks, steps = shape.tiles(p) * shape.parts, -(-_steps_of(p) // shape.parts)
-    loaded = (shape.rows * _row_bytes(p) + shape.tokens * 2 * _DEPTH) / 128
-    products = shape.consumers * 8 * max(_PRODUCT, shape.tokens // 2)
-    weights = p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token]
-    return swapped_plan.launch_cycles(p, shape, sms, weights, steps, loaded, _STEP, products * -(-blocks // sms))
+    of_sm = -(-blocks // sms)
+    rounds = -(-of_sm // shape.blocks_of_sm)
+    step = (_STEP[0] + _STEP[1] * shape.tokens) * _CONVERTED[p.b.token]
+    step *= (_BOTH if shape.consumers == 2 else 1.0) * (_SHARED if of_sm > 1 else 1.0)
+    memory = p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token] / _DELIVERED
+    results = shape.rows * p.m / (shape.parts * shape.consumers * 128)  # of a thread
+    work = max(rounds * steps * step, memory)
+    return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results)
 
 
 def shape_of(p: Product, sms: int) -> Shape:

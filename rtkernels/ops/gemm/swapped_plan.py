@@ -19,7 +19,7 @@ from rtkernels.runtime.targets import Target
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
-CHUNK_ROWS = 16  # up to which `chunk_plan` is chosen for steps with few weights
+CHUNK_ROWS = 16  # up to which `chunk_plan` is chosen for steps with few weights, and `skinny` may be better than `sm90`
 AUTOMATIC_ROWS = 64  # up to which `preferred` compares the backend with `sm90`
 
 # As in gemm_swapped_sm90.cu.
@@ -30,16 +30,17 @@ TYPES = {"bf16": 0, "fp16": 1, "fp32": 2}
 ACTS = {None: 0, "relu": 1, "silu": 2, "gelu_tanh": 3, "gelu": 4}
 _GATED, _ACCUMULATE, _CONSTANT, _ADD_LAST = 1, 2, 4, 8
 
-# Clock cycles of an H200, fitted to 15 products of 16 to 64 rows in bf16, cut in every way (docs/decisions/gemm.md).
-_START = 7400  # until the first stage has arrived: the blocks do nothing else before
-_DELIVERED, _OF_AN_SM = 1650, 83  # bytes that memory delivers in a cycle, at most, and to one SM
-_LOADED = 5.0  # cycles of 128 bytes from L2
+# Clock cycles of an H200, fitted to products of 10 to 64 rows, 15 of them cut in every way (docs/decisions/gemm.md).
+_START = 6400  # until the first stage has arrived: the blocks do nothing else before
+_DELIVERED, _OF_AN_SM = 1890, 60  # bytes that memory delivers in a cycle, at most, and to one SM
+_LOADED = 4.5  # cycles of 128 bytes from L2
 _STEP = (240, 3)  # of a stage, at least, and of each of its tokens: barriers and products
-_FINISH = (6300, 450)  # behind the loop, and of each result of a thread
-_CLUSTER = {1: 0, 2: 0, 4: 1900, 8: 3700}  # of a launch of clusters, and of their barriers
+_FINISH = (4450, 455)  # behind the loop, and of each result of a thread
+_CLUSTER = {1: 0, 2: 80, 4: 1900, 8: 4200}  # of a launch of clusters, and of their barriers
 # `sm90` with few rows takes so many times its estimate, and at least this, and a cycle for so many bytes of weights.
-_SM90_FACTOR, _SM90_START, _SM90_DELIVERED = 1.1, 18700, 1820
-_SMALL = 8 << 20  # bytes of weights, up to which `cluster` is faster for few rows
+_SM90_FACTOR, _SM90_START, _SM90_DELIVERED = 1.1, 15300, 2200
+_SMALL = 8 << 20  # bytes of weights, up to which `chunk_plan` is faster for steps of few rows
+_LONG = 4096  # bytes of k
 
 
 class Shape(NamedTuple):
@@ -132,34 +133,15 @@ def _steps_of(p: Product) -> int:
 
 def cycles(p: Product, shape: Shape, sms: int) -> float:
     """Return how long a product takes."""
-    steps = -(-_steps_of(p) // shape.parts)
     size = int(BYTES[p.b.token])
+    blocks, steps = shape.tiles(p) * shape.parts, -(-_steps_of(p) // shape.parts)
     of_tokens, of_weights = loads(p.a.pitch * size), loads(p.b.pitch * size)
     weights = p.n * (2 if p.gate else 1) * p.k * size
-    loaded = shape.rows * of_weights + shape.tokens * of_tokens
-    return launch_cycles(p, shape, sms, weights * of_weights, steps, loaded, _STEP[0] + _STEP[1] * shape.tokens)
-
-
-def launch_cycles(
-    p: Product, shape: Shape, sms: int, weights: float, steps: int, loaded: float, step: int, products: int = 0
-) -> float:  # fmt: skip
-    """Return how long a launch takes.
-
-    Args:
-        p: The product.
-        shape: How the launch is cut.
-        sms: SMs of the device.
-        weights: Bytes of weights that memory delivers.
-        steps: Steps of a block.
-        loaded: What L2 delivers to a block in a step, in units of 128 bytes.
-        step: Cycles of a step, at least.
-        products: Cycles that the tensor cores of an SM take for a step of all of its blocks, at least.
-    """
-    blocks = shape.tiles(p) * shape.parts
-    memory = weights / min(_DELIVERED, _OF_AN_SM * min(blocks, sms))
+    memory = weights * of_weights / min(_DELIVERED, _OF_AN_SM * min(blocks, sms))
     of_sm = -(-blocks // sms)  # blocks of the busiest SM, which share what it loads
     rounds = -(-of_sm // shape.blocks_of_sm)
-    work = max(of_sm * steps * loaded * _LOADED, rounds * steps * step, steps * products, memory)
+    loaded = of_sm * steps * (shape.rows * of_weights + shape.tokens * of_tokens) * _LOADED
+    work = max(loaded, rounds * steps * (_STEP[0] + _STEP[1] * shape.tokens), memory)
     results = shape.rows * p.m / (shape.parts * shape.consumers * 128)  # of a thread
     return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results)
 
@@ -184,7 +166,10 @@ def _is_small(p: Product) -> bool:
 
 
 def preferred(product: Product, info: DeviceInfo) -> tuple[str, ...]:
-    """Return the backend to be asked first for a product of few rows: this one or `sm90`, or none."""
+    """Return the backend to be asked first for a product of few rows: this one or `sm90`, or none.
+
+    Up to 16 rows with a long k, `skinny` reads weights faster than `sm90`.
+    """
     p = product
     if not MIN_ROWS <= p.m <= AUTOMATIC_ROWS or p.n == 0 or p.gate is not None:
         return ()
@@ -194,7 +179,9 @@ def preferred(product: Product, info: DeviceInfo) -> tuple[str, ...]:
         return ("swapped",)  # the others have no wgmma
     own = cycles(p, shape_of(p, info.sm_count), info.sm_count)
     memory = _SM90_START + p.n * p.k * BYTES[p.b.token] / _SM90_DELIVERED
-    return ("swapped" if own <= max(_SM90_FACTOR * sm90_plan.estimate(p, info.sm_count), memory) else "sm90",)
+    if own <= max(_SM90_FACTOR * sm90_plan.estimate(p, info.sm_count), memory):
+        return ("swapped",)
+    return ("sm90",) if p.m > CHUNK_ROWS or p.k * BYTES[p.b.token] <= _LONG else ()
 
 
 def serves_step(product: Product, target: Target, norm: bool) -> bool:

@@ -149,19 +149,19 @@ def _h200() -> DeviceInfo:
 def test_when_it_is_chosen() -> None:
     info = _h200()
     for product, wanted in (
-        (_product(17, 4096, 4096), "swapped"),
-        (_product(16, 4096, 4096), "skinny"),
-        (_product(64, 4096, 14336), "swapped"),
-        (_product(32, 1536, 1536), "cluster"),
-        (_product(32, 4096, 1024, "e4m3"), "swapped"),
-        (_product(16, 1024, 1024, "e4m3"), "cluster"),
+        (_product(16, 1536, 4608), "swapped"),
+        (_product(16, 9216, 1536), "sm90"),
+        (_product(10, 24576, 4096), "skinny"),
+        (_product(64, 9216, 1536), "sm90"),
+        (_product(17, 2048, 5632, "e4m3"), "swapped"),
+        (_product(64, 24576, 4096, "e4m3"), "sm90"),
         (_product(17, 4096, 14344), "sm90"),  # whose rows begin inside of sectors
         (_product(65, 4096, 4096), "sm90"),
         (_product(8, 4096, 4096), "decode"),
     ):
         assert PRODUCTS.choose(product, info).backend.name == wanted, product
     gated = _product(64, 2048, 14336, gate="silu")
-    assert swapped_plan.unsupported(gated, info.target) is None and not swapped_plan.is_faster(gated, info)
+    assert swapped_plan.unsupported(gated, info.target) is None and not swapped_plan.preferred(gated, info)
 
 
 def test_few_tiles_share_k() -> None:
