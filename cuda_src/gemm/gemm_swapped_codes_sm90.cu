@@ -142,48 +142,58 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         for (int e = 0; e < kHalf; ++e) sums[e] = fmaf(products[e], scale_of[e / 2 % 2], sums[e]);
     };
     u32 left[2][2 * kBlocks][4];  // of two groups of products, kBlocks of 32 of k each
+    u32 words[2][2][Left::kWords];  // of 64 of k: [block][row]
+    auto read = [&](const PipelineState<kStages>& from, int half) {
+        const u8* const stage = tiles + from.stage * Shape::kTileBytes;
+#pragma unroll
+        for (int x = 0; x < Left::kWords; ++x) {  // two vectors of 16 bytes at a time
+            u32 four[4];
+            const int vector = 2 * (half * Left::kWords + x) + lane / 16;
+            ptx::ldmatrix_x4(four, stage + swizzled_vector<kRowBytes>(matrix_row, vector));
+#pragma unroll
+            for (int y = 0; y < 2; ++y)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) words[Left::kWords == 1 ? y : x][r][Left::kWords == 1 ? 0 : y] = four[2 * y + r];
+        }
+    };
+    auto convert = [&](const PipelineState<kStages>& from, int block, u32(&to)[2 * kBlocks][4]) {
+        u32 scales[2][2] = {};  // [row][block of a half]
+        if constexpr (kFine) {
+            const u8* const extra = tiles + kExtras + from.stage * Shape::kScaleBytes;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const u32 word = *reinterpret_cast<const u32*>(extra + 8 * (own_row + 8 * r) + 2 * block);
+                Left::scale_pairs(__byte_perm(word, 0u, lane % 4 < 2 ? 0x4420u : 0x4431u), scales[r]);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                u32 pair[4];
+                Left::pairs(words[(block + b) % 2][r], scales[r][b], options, pair);
+#pragma unroll
+                for (int p = 0; p < 4; ++p) to[2 * b + p / 2][2 * (p % 2) + r] = pair[p];
+            }
+#pragma unroll
+        for (auto& quad : to) ptx::wgmma_pin(quad);
+    };
+    // The first group of a step. The products before have read these registers.
+    auto convert_first = [&](const PipelineState<kStages>& from) {
+        pipeline.wait(from);
+        read(from, 0);
+        ptx::wgmma_wait<1>();
+        convert(from, 0, left[0]);
+        if (kBlocks == 2) read(from, 1);
+    };
+
     PipelineState<kStages> state;
-    for (int i = begin; i < end; ++i, state.advance()) {
-        u8* const stage = tiles + state.stage * Shape::kTileBytes;
-        const u8* const extra = tiles + kExtras + state.stage * Shape::kScaleBytes;
+    if (begin < end) convert_first(state);
+    for (int i = begin; i < end; ++i) {
         // The stage of the step before, as the use of step i - 1 + kStages.
         auto before = [&] {
             const bool first = state.stage == 0;
             return PipelineState<kStages>{first ? kStages - 1 : state.stage - 1, first ? state.phase : state.phase ^ 1u};
-        };
-        u32 words[2][2][Left::kWords];  // [block][row]
-        auto read = [&](int half) {
-#pragma unroll
-            for (int x = 0; x < Left::kWords; ++x) {  // two vectors of 16 bytes at a time
-                u32 four[4];
-                const int vector = 2 * (half * Left::kWords + x) + lane / 16;
-                ptx::ldmatrix_x4(four, stage + swizzled_vector<kRowBytes>(matrix_row, vector));
-#pragma unroll
-                for (int y = 0; y < 2; ++y)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) words[Left::kWords == 1 ? y : x][r][Left::kWords == 1 ? 0 : y] = four[2 * y + r];
-            }
-        };
-        auto convert = [&](int block, u32(&to)[2 * kBlocks][4]) {
-            u32 scales[2][2] = {};  // [row][block of a half]
-            if constexpr (kFine) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const u32 word = *reinterpret_cast<const u32*>(extra + 8 * (own_row + 8 * r) + 2 * block);
-                    Left::scale_pairs(__byte_perm(word, 0u, lane % 4 < 2 ? 0x4420u : 0x4431u), scales[r]);
-                }
-            }
-#pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    u32 pair[4];
-                    Left::pairs(words[(block + b) % 2][r], scales[r][b], options, pair);
-#pragma unroll
-                    for (int p = 0; p < 4; ++p) to[2 * b + p / 2][2 * (p % 2) + r] = pair[p];
-                }
-#pragma unroll
-            for (auto& quad : to) ptx::wgmma_pin(quad);
         };
         auto multiply = [&](int block, const u32(&by)[2 * kBlocks][4]) {
             const ptx::SharedAddress box =
@@ -201,19 +211,19 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
             ptx::wgmma_commit();
         };
 
-        pipeline.wait(state);
-        read(0);
+        if constexpr (!kFine) {
+            add_products();  // of the step before
+            const u8* const extra = tiles + kExtras + state.stage * Shape::kScaleBytes;
+            const float* const scales = reinterpret_cast<const float*>(extra) + own_row;
+            if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
+        }
+        multiply(0, left[0]);
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int g = 1; g < kGroups; ++g) {
             ptx::wgmma_wait<1>();  // the group before the last one, which had the same registers
             if (g == 1 && i != begin && lane == 0) pipeline.release(before());
-            convert(g * kBlocks, left[g % 2]);
-            if ((g + 1) * kBlocks == 2) read(1);
-            if (!kFine && g == 0) {
-                add_products();  // of the step before
-                const float* const scales = reinterpret_cast<const float*>(extra) + own_row;
-                if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
-            }
+            convert(state, g * kBlocks, left[g % 2]);
+            if (kBlocks == 1 && g == 1) read(state, 1);
             multiply(g * kBlocks, left[g % 2]);
         }
         const int next = i - 1 + kStages;
@@ -223,6 +233,9 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
             load_weights(to, next), load_tokens(to, next);
         }
         __syncwarp();
+        state.advance();
+        // Here, not before add_products: the compiler would wait for all products first and convert then.
+        if (i + 1 < end) convert_first(state);
     }
     if constexpr (kFine) {
         ptx::wgmma_wait<0>();
