@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     constexpr int kRows = Shape::kRows, kRowBytes = Shape::kRowBytes, kStages = Shape::kStages, kDepth = Shape::kDepth;
     constexpr int kWarps = 4 * CONSUMERS, kThreads = 128 * CONSUMERS, kHalf = TOKENS / 2;
     constexpr int kBlocks = TOKENS > 32 && !kFine ? 1 : 2, kGroups = 4 / kBlocks;  // two would spill
+    constexpr int kEach = Left::kWords == 2 ? kBlocks : 2;  // blocks whose codes are read at a time
     extern __shared__ u8 memory[];
     __shared__ alignas(8) u64 barriers[2 * kStages];
     const ptx::SharedAddress ring = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
 
     float sums[kHalf], products[kHalf];  // of all steps; of the last one, before its scales
 #pragma unroll
-    for (int e = 0; e < kHalf; ++e) sums[e] = products[e] = 0.0f;
+    for (float& sum : sums) sum = 0.0f;
     SwappedFactors<CONSUMERS> factors;
 
     // Called by a warp: loads what belongs to the weights, and announces the bytes of the tokens, too.
@@ -134,8 +135,11 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const CodeOptions options = {(flags & kSwappedSigned) != 0};
     const int own_row = warp * 16 + lane / 4;  // and + 8
     const int matrix_row = warp * 16 + lane % 16;
-    float scale_of[2] = {1.0f, 1.0f};  // of the products
-    auto add_products = [&] {
+    // Of the step whose stage this is, which is not released yet.
+    auto add_products = [&](int stage) {
+        const float* const scales = reinterpret_cast<const float*>(tiles + kExtras + stage * Shape::kScaleBytes) + own_row;
+        float scale_of[2] = {1.0f, 1.0f};
+        if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(products);
 #pragma unroll
@@ -143,12 +147,13 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     };
     u32 left[2][2 * kBlocks][4];  // of two groups of products, kBlocks of 32 of k each
     u32 words[2][2][Left::kWords];  // of 64 of k: [block][row]
-    auto read = [&](const PipelineState<kStages>& from, int half) {
+    auto read = [&](const PipelineState<kStages>& from, int block) {  // kEach of them
         const u8* const stage = tiles + from.stage * Shape::kTileBytes;
 #pragma unroll
         for (int x = 0; x < Left::kWords; ++x) {  // two vectors of 16 bytes at a time
+            if (kEach == 1 && x != block % 2) continue;
             u32 four[4];
-            const int vector = 2 * (half * Left::kWords + x) + lane / 16;
+            const int vector = 2 * (block / 2 * Left::kWords + x) + lane / 16;
             ptx::ldmatrix_x4(four, stage + swizzled_vector<kRowBytes>(matrix_row, vector));
 #pragma unroll
             for (int y = 0; y < 2; ++y)
@@ -184,7 +189,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         read(from, 0);
         ptx::wgmma_wait<1>();
         convert(from, 0, left[0]);
-        if (kBlocks == 2) read(from, 1);
+        if (kBlocks == 2) read(from, 2);
     };
 
     PipelineState<kStages> state;
@@ -211,19 +216,14 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
             ptx::wgmma_commit();
         };
 
-        if constexpr (!kFine) {
-            add_products();  // of the step before
-            const u8* const extra = tiles + kExtras + state.stage * Shape::kScaleBytes;
-            const float* const scales = reinterpret_cast<const float*>(extra) + own_row;
-            if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
-        }
+        if (!kFine && i != begin) add_products(before().stage);
         multiply(0, left[0]);
 #pragma unroll
         for (int g = 1; g < kGroups; ++g) {
             ptx::wgmma_wait<1>();  // the group before the last one, which had the same registers
             if (g == 1 && i != begin && lane == 0) pipeline.release(before());
+            if (kBlocks == 1 && g % kEach == 0) read(state, g);
             convert(state, g * kBlocks, left[g % 2]);
-            if (kBlocks == 1 && g == 1) read(state, 1);
             multiply(g * kBlocks, left[g % 2]);
         }
         const int next = i - 1 + kStages;
@@ -237,12 +237,9 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         // Here, not before add_products: the compiler would wait for all products first and convert then.
         if (i + 1 < end) convert_first(state);
     }
-    if constexpr (kFine) {
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(sums);
-    } else {
-        add_products();
-    }
+    if (!kFine && begin < end) add_products((end - begin - 1) % kStages);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(sums);
 
     SwappedExchange<CONSUMERS> exchange{reinterpret_cast<float*>(tiles), tokens, parts_shift, rank};
     exchange.barrier();  // all rings of the cluster are free behind it
