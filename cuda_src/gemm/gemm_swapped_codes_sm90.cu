@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const CodeOptions options = {(flags & kSwappedSigned) != 0};
     const int own_row = warp * 16 + lane / 4;  // and + 8
     const int matrix_row = warp * 16 + lane % 16;
-    // Of the step whose stage this is, which is not released yet.
+    // Of a step whose stage has not been released.
     auto add_products = [&](int stage) {
         const float* const scales = reinterpret_cast<const float*>(tiles + kExtras + stage * Shape::kScaleBytes) + own_row;
         float scale_of[2] = {1.0f, 1.0f};
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
         }
         __syncwarp();
         state.advance();
-        // Here, not before add_products: the compiler would wait for all products first and convert then.
+        // Not before add_products, where the compiler would move the wait for all products up.
         if (i + 1 < end) convert_first(state);
     }
     if (!kFine && begin < end) add_products((end - begin - 1) % kStages);
