@@ -10,7 +10,8 @@
 // of 16 e2m1 codes multiply the codes, exactly. Sums of the blocks and launches that overlap are as in gemm_swapped_sm90.cu.
 //
 // No warp only loads: 8 of 9 warps of two blocks could have no more than 96 registers. In the middle of a step, warps release
-// the stage of the step before; at the end of it one warp, another one in each step, fills that stage again.
+// the stage of the step before; at the end of it each warp loads the scales of its rows into it, and one lane, of another warp
+// in each step, codes and tokens.
 //
 // Shared memory: the ring's codes and tokens, then its scales; after the loop, in its place, sums (gemm_swapped_finish.cuh).
 #include "common/pipeline.cuh"
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const int begin = steps * rank >> parts_shift, end = steps * (rank + 1) >> parts_shift;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
 
-    if (thread == 0) pipeline.init(1 + kWarp, kWarps);  // filled by an announcement, and copies of all lanes
+    if (thread == 0) pipeline.init(varies ? 1 + kThreads : 1, kWarps);  // filled by an announcement, and copies of all threads
     if (!constant) {
         const int first_steps = min(end - begin, kStages);
         for (int i = thread; i < kRows * first_steps; i += kThreads)
@@ -88,30 +89,29 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     for (float& sum : sums) sum = 0.0f;
     SwappedFactors<CONSUMERS> factors;
 
-    // Called by a warp: loads what belongs to the weights, and announces the bytes of the tokens, too.
+    // Announces the bytes of the tokens, too.
     auto load_weights = [&](const PipelineState<kStages>& to, int step) {
+        if (lane != 0) return;
         const ptx::SharedAddress stage = ring + to.stage * Shape::kTileBytes, full = pipeline.full(to);
+        const i32 row = static_cast<i32>(tile.first);
+        pipeline.expect(to, Shape::kTileBytes);
+        ptx::tma_load_2d(stage, b_map, full, step * kRowBytes, row);
+        if (gated) ptx::tma_load_2d(stage + Shape::kCodeBytes / 2, b_map, full, step * kRowBytes, row + static_cast<i32>(n));
+    };
+    // Each warp loads the scales along k of its own 16 rows, after it has read those that were in their place.
+    const i64 scaled_row = tile.existing_row(warp * 16 + lane % 16);
+    const u8* const own_scales = scale + (kFine ? scaled_row * scale_row : 4 * (scaled_row >> scale_shift) * scale_row);
+    auto load_scales = [&](const PipelineState<kStages>& to, int step) {
+        if (!varies) return;
         const ptx::SharedAddress extra = ring + (kExtras + to.stage * Shape::kScaleBytes);
-        if (lane == 0) {
-            const i32 row = static_cast<i32>(tile.first);
-            pipeline.expect(to, Shape::kTileBytes);
-            ptx::tma_load_2d(stage, b_map, full, step * kRowBytes, row);
-            if (gated) ptx::tma_load_2d(stage + Shape::kCodeBytes / 2, b_map, full, step * kRowBytes, row + static_cast<i32>(n));
-        }
-        if (varies) {
-#pragma unroll 1
-            for (int local = lane; local < kRows; local += kWarp) {
-                const i64 row = tile.existing_row(local);
-                if constexpr (kFine) {
-                    const i64 at = row * scale_row + step * 8;
-                    ptx::cp_async_8_partial(extra + 8 * local, scale + at, min(8, (k + 15) / 16 - step * 8));
-                } else {
-                    const i64 at = (row >> scale_shift) * scale_row + step * scale_group;
-                    ptx::cp_async_4_partial(extra + 4 * local, scale + 4 * at, 4);
-                }
+        if (lane < 16) {
+            if constexpr (kFine) {
+                ptx::cp_async_8_partial(extra + 8 * (warp * 16 + lane), own_scales + step * 8, min(8, (k + 15) / 16 - step * 8));
+            } else {
+                ptx::cp_async_4_partial(extra + 4 * (warp * 16 + lane), own_scales + 4 * step * scale_group, 4);
             }
         }
-        ptx::cp_async_arrive(full);
+        ptx::cp_async_arrive(pipeline.full(to));
     };
     auto load_tokens = [&](const PipelineState<kStages>& to, int step) {
         if (lane != 0) return;
@@ -123,9 +123,10 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const float* const of_rows = kFine || varies ? nullptr : reinterpret_cast<const float*>(scale);
     factors.load(tile, lane, of_rows, scale_row, bias, type(0));
     const int first_end = min(end, begin + kStages);
-    if (warp == 0) {
-        PipelineState<kStages> to;
-        for (int i = begin; i < first_end; ++i, to.advance()) load_weights(to, i);
+    PipelineState<kStages> filled;
+    for (int i = begin; i < first_end; ++i, filled.advance()) {
+        if (warp == 0) load_weights(filled, i);
+        load_scales(filled, i);
     }
     if (constant) ptx::wait_for_previous();
     if (warp == 0) {
@@ -227,10 +228,14 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
             multiply(g * kBlocks, left[g % 2]);
         }
         const int next = i - 1 + kStages;
-        if (i != begin && next < end && warp == i % kWarps) {
+        __syncwarp();
+        if (i != begin && next < end) {
             const PipelineState<kStages> to = before();
-            pipeline.acquire(to);
-            load_weights(to, next), load_tokens(to, next);
+            load_scales(to, next);
+            if (warp == i % kWarps && lane == 0) {
+                pipeline.acquire(to);
+                load_weights(to, next), load_tokens(to, next);
+            }
         }
         __syncwarp();
         state.advance();
