@@ -123,14 +123,14 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const float* const of_rows = kFine || varies ? nullptr : reinterpret_cast<const float*>(scale);
     factors.load(tile, lane, of_rows, scale_row, bias, type(0));
     const int first_end = min(end, begin + kStages);
-    PipelineState<kStages> filled;
-    for (int i = begin; i < first_end; ++i, filled.advance()) {
-        if (warp == 0) load_weights(filled, i);
-        load_scales(filled, i);
+    PipelineState<kStages> to;
+    for (int i = begin; i < first_end; ++i, to.advance()) {
+        if (warp == 0) load_weights(to, i);
+        load_scales(to, i);
     }
     if (constant) ptx::wait_for_previous();
     if (warp == 0) {
-        PipelineState<kStages> to;
+        to = {};
         for (int i = begin; i < first_end; ++i, to.advance()) load_tokens(to, i);
     }
     const CodeOptions options = {(flags & kSwappedSigned) != 0};
