@@ -10,7 +10,8 @@
 // of 16 e2m1 codes multiply the codes, exactly. Sums of the blocks and launches that overlap are as in gemm_swapped_sm90.cu.
 //
 // No warp only loads: 8 of 9 warps of two blocks could have no more than 96 registers. In the middle of a step, warps release
-// the stage of the step before; at the end of it one warp, another one in each step, fills that stage again.
+// the stage of the step before; at the end of it each warp loads the scales of its rows into it, and one lane, of another warp
+// in each step, codes and tokens.
 //
 // Shared memory: the ring's codes and tokens, then its scales; after the loop, in its place, sums (gemm_swapped_finish.cuh).
 #include "common/pipeline.cuh"
@@ -57,6 +58,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     constexpr int kRows = Shape::kRows, kRowBytes = Shape::kRowBytes, kStages = Shape::kStages, kDepth = Shape::kDepth;
     constexpr int kWarps = 4 * CONSUMERS, kThreads = 128 * CONSUMERS, kHalf = TOKENS / 2;
     constexpr int kBlocks = TOKENS > 32 && !kFine ? 1 : 2, kGroups = 4 / kBlocks;  // two would spill
+    constexpr int kEach = Left::kWords == 2 ? kBlocks : 2;  // blocks whose codes are read at a time
     extern __shared__ u8 memory[];
     __shared__ alignas(8) u64 barriers[2 * kStages];
     const ptx::SharedAddress ring = ptx::aligned_up<1024>(ptx::shared_address(memory));
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const int begin = steps * rank >> parts_shift, end = steps * (rank + 1) >> parts_shift;
     auto type = [&](int i) { return static_cast<int>(types >> (4 * i) & 15); };
 
-    if (thread == 0) pipeline.init(1 + kWarp, kWarps);  // filled by an announcement, and copies of all lanes
+    if (thread == 0) pipeline.init(varies ? 1 + kThreads : 1, kWarps);  // filled by an announcement, and copies of all threads
     if (!constant) {
         const int first_steps = min(end - begin, kStages);
         for (int i = thread; i < kRows * first_steps; i += kThreads)
@@ -84,33 +86,32 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
 
     float sums[kHalf], products[kHalf];  // of all steps; of the last one, before its scales
 #pragma unroll
-    for (int e = 0; e < kHalf; ++e) sums[e] = products[e] = 0.0f;
+    for (float& sum : sums) sum = 0.0f;
     SwappedFactors<CONSUMERS> factors;
 
-    // Called by a warp: loads what belongs to the weights, and announces the bytes of the tokens, too.
+    // Announces the bytes of the tokens, too.
     auto load_weights = [&](const PipelineState<kStages>& to, int step) {
+        if (lane != 0) return;
         const ptx::SharedAddress stage = ring + to.stage * Shape::kTileBytes, full = pipeline.full(to);
+        const i32 row = static_cast<i32>(tile.first);
+        pipeline.expect(to, Shape::kTileBytes);
+        ptx::tma_load_2d(stage, b_map, full, step * kRowBytes, row);
+        if (gated) ptx::tma_load_2d(stage + Shape::kCodeBytes / 2, b_map, full, step * kRowBytes, row + static_cast<i32>(n));
+    };
+    // Each warp loads the scales along k of its own 16 rows, after it has read those that were in their place.
+    const i64 scaled_row = tile.existing_row(warp * 16 + lane % 16);
+    const u8* const own_scales = scale + (kFine ? scaled_row * scale_row : 4 * (scaled_row >> scale_shift) * scale_row);
+    auto load_scales = [&](const PipelineState<kStages>& to, int step) {
+        if (!varies) return;
         const ptx::SharedAddress extra = ring + (kExtras + to.stage * Shape::kScaleBytes);
-        if (lane == 0) {
-            const i32 row = static_cast<i32>(tile.first);
-            pipeline.expect(to, Shape::kTileBytes);
-            ptx::tma_load_2d(stage, b_map, full, step * kRowBytes, row);
-            if (gated) ptx::tma_load_2d(stage + Shape::kCodeBytes / 2, b_map, full, step * kRowBytes, row + static_cast<i32>(n));
-        }
-        if (varies) {
-#pragma unroll 1
-            for (int local = lane; local < kRows; local += kWarp) {
-                const i64 row = tile.existing_row(local);
-                if constexpr (kFine) {
-                    const i64 at = row * scale_row + step * 8;
-                    ptx::cp_async_8_partial(extra + 8 * local, scale + at, min(8, (k + 15) / 16 - step * 8));
-                } else {
-                    const i64 at = (row >> scale_shift) * scale_row + step * scale_group;
-                    ptx::cp_async_4_partial(extra + 4 * local, scale + 4 * at, 4);
-                }
+        if (lane < 16) {
+            if constexpr (kFine) {
+                ptx::cp_async_8_partial(extra + 8 * (warp * 16 + lane), own_scales + step * 8, min(8, (k + 15) / 16 - step * 8));
+            } else {
+                ptx::cp_async_4_partial(extra + 4 * (warp * 16 + lane), own_scales + 4 * step * scale_group, 4);
             }
         }
-        ptx::cp_async_arrive(full);
+        ptx::cp_async_arrive(pipeline.full(to));
     };
     auto load_tokens = [&](const PipelineState<kStages>& to, int step) {
         if (lane != 0) return;
@@ -122,68 +123,83 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
     const float* const of_rows = kFine || varies ? nullptr : reinterpret_cast<const float*>(scale);
     factors.load(tile, lane, of_rows, scale_row, bias, type(0));
     const int first_end = min(end, begin + kStages);
-    if (warp == 0) {
-        PipelineState<kStages> to;
-        for (int i = begin; i < first_end; ++i, to.advance()) load_weights(to, i);
+    PipelineState<kStages> to;
+    for (int i = begin; i < first_end; ++i, to.advance()) {
+        if (warp == 0) load_weights(to, i);
+        load_scales(to, i);
     }
     if (constant) ptx::wait_for_previous();
     if (warp == 0) {
-        PipelineState<kStages> to;
+        to = {};
         for (int i = begin; i < first_end; ++i, to.advance()) load_tokens(to, i);
     }
     const CodeOptions options = {(flags & kSwappedSigned) != 0};
     const int own_row = warp * 16 + lane / 4;  // and + 8
     const int matrix_row = warp * 16 + lane % 16;
-    float scale_of[2] = {1.0f, 1.0f};  // of the products
-    auto add_products = [&] {
+    // Of a step whose stage has not been released.
+    auto add_products = [&](int stage) {
+        const float* const scales = reinterpret_cast<const float*>(tiles + kExtras + stage * Shape::kScaleBytes) + own_row;
+        float scale_of[2] = {1.0f, 1.0f};
+        if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(products);
 #pragma unroll
         for (int e = 0; e < kHalf; ++e) sums[e] = fmaf(products[e], scale_of[e / 2 % 2], sums[e]);
     };
     u32 left[2][2 * kBlocks][4];  // of two groups of products, kBlocks of 32 of k each
+    u32 words[2][2][Left::kWords];  // of 64 of k: [block][row]
+    auto read = [&](const PipelineState<kStages>& from, int block) {  // kEach of them
+        const u8* const stage = tiles + from.stage * Shape::kTileBytes;
+#pragma unroll
+        for (int x = 0; x < Left::kWords; ++x) {  // two vectors of 16 bytes at a time
+            if (kEach == 1 && x != block % 2) continue;
+            u32 four[4];
+            const int vector = 2 * (block / 2 * Left::kWords + x) + lane / 16;
+            ptx::ldmatrix_x4(four, stage + swizzled_vector<kRowBytes>(matrix_row, vector));
+#pragma unroll
+            for (int y = 0; y < 2; ++y)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) words[Left::kWords == 1 ? y : x][r][Left::kWords == 1 ? 0 : y] = four[2 * y + r];
+        }
+    };
+    auto convert = [&](const PipelineState<kStages>& from, int block, u32(&to)[2 * kBlocks][4]) {
+        u32 scales[2][2] = {};  // [row][block of a half]
+        if constexpr (kFine) {
+            const u8* const extra = tiles + kExtras + from.stage * Shape::kScaleBytes;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const u32 word = *reinterpret_cast<const u32*>(extra + 8 * (own_row + 8 * r) + 2 * block);
+                Left::scale_pairs(__byte_perm(word, 0u, lane % 4 < 2 ? 0x4420u : 0x4431u), scales[r]);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                u32 pair[4];
+                Left::pairs(words[(block + b) % 2][r], scales[r][b], options, pair);
+#pragma unroll
+                for (int p = 0; p < 4; ++p) to[2 * b + p / 2][2 * (p % 2) + r] = pair[p];
+            }
+#pragma unroll
+        for (auto& quad : to) ptx::wgmma_pin(quad);
+    };
+    // The first group of a step. The products before have read these registers.
+    auto convert_first = [&](const PipelineState<kStages>& from) {
+        pipeline.wait(from);
+        read(from, 0);
+        ptx::wgmma_wait<1>();
+        convert(from, 0, left[0]);
+        if (kBlocks == 2) read(from, 2);
+    };
+
     PipelineState<kStages> state;
-    for (int i = begin; i < end; ++i, state.advance()) {
-        u8* const stage = tiles + state.stage * Shape::kTileBytes;
-        const u8* const extra = tiles + kExtras + state.stage * Shape::kScaleBytes;
+    if (begin < end) convert_first(state);
+    for (int i = begin; i < end; ++i) {
         // The stage of the step before, as the use of step i - 1 + kStages.
         auto before = [&] {
             const bool first = state.stage == 0;
             return PipelineState<kStages>{first ? kStages - 1 : state.stage - 1, first ? state.phase : state.phase ^ 1u};
-        };
-        u32 words[2][2][Left::kWords];  // [block][row]
-        auto read = [&](int half) {
-#pragma unroll
-            for (int x = 0; x < Left::kWords; ++x) {  // two vectors of 16 bytes at a time
-                u32 four[4];
-                const int vector = 2 * (half * Left::kWords + x) + lane / 16;
-                ptx::ldmatrix_x4(four, stage + swizzled_vector<kRowBytes>(matrix_row, vector));
-#pragma unroll
-                for (int y = 0; y < 2; ++y)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) words[Left::kWords == 1 ? y : x][r][Left::kWords == 1 ? 0 : y] = four[2 * y + r];
-            }
-        };
-        auto convert = [&](int block, u32(&to)[2 * kBlocks][4]) {
-            u32 scales[2][2] = {};  // [row][block of a half]
-            if constexpr (kFine) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const u32 word = *reinterpret_cast<const u32*>(extra + 8 * (own_row + 8 * r) + 2 * block);
-                    Left::scale_pairs(__byte_perm(word, 0u, lane % 4 < 2 ? 0x4420u : 0x4431u), scales[r]);
-                }
-            }
-#pragma unroll
-            for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    u32 pair[4];
-                    Left::pairs(words[(block + b) % 2][r], scales[r][b], options, pair);
-#pragma unroll
-                    for (int p = 0; p < 4; ++p) to[2 * b + p / 2][2 * (p % 2) + r] = pair[p];
-                }
-#pragma unroll
-            for (auto& quad : to) ptx::wgmma_pin(quad);
         };
         auto multiply = [&](int block, const u32(&by)[2 * kBlocks][4]) {
             const ptx::SharedAddress box =
@@ -201,35 +217,34 @@ __global__ void __launch_bounds__(128 * CONSUMERS, 2)
             ptx::wgmma_commit();
         };
 
-        pipeline.wait(state);
-        read(0);
+        if (!kFine && i != begin) add_products(before().stage);
+        multiply(0, left[0]);
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int g = 1; g < kGroups; ++g) {
             ptx::wgmma_wait<1>();  // the group before the last one, which had the same registers
             if (g == 1 && i != begin && lane == 0) pipeline.release(before());
-            convert(g * kBlocks, left[g % 2]);
-            if ((g + 1) * kBlocks == 2) read(1);
-            if (!kFine && g == 0) {
-                add_products();  // of the step before
-                const float* const scales = reinterpret_cast<const float*>(extra) + own_row;
-                if (varies) scale_of[0] = scales[0], scale_of[1] = scales[8];
-            }
+            if (kBlocks == 1 && g % kEach == 0) read(state, g);
+            convert(state, g * kBlocks, left[g % 2]);
             multiply(g * kBlocks, left[g % 2]);
         }
         const int next = i - 1 + kStages;
-        if (i != begin && next < end && warp == i % kWarps) {
+        __syncwarp();
+        if (i != begin && next < end) {
             const PipelineState<kStages> to = before();
-            pipeline.acquire(to);
-            load_weights(to, next), load_tokens(to, next);
+            load_scales(to, next);
+            if (warp == i % kWarps && lane == 0) {
+                pipeline.acquire(to);
+                load_weights(to, next), load_tokens(to, next);
+            }
         }
         __syncwarp();
+        state.advance();
+        // Not before add_products, where the compiler would move the wait for all products up.
+        if (i + 1 < end) convert_first(state);
     }
-    if constexpr (kFine) {
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(sums);
-    } else {
-        add_products();
-    }
+    if (!kFine && begin < end) add_products((end - begin - 1) % kStages);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(sums);
 
     SwappedExchange<CONSUMERS> exchange{reinterpret_cast<float*>(tiles), tokens, parts_shift, rank};
     exchange.barrier();  // all rings of the cluster are free behind it

@@ -25,10 +25,11 @@ struct SwappedTile {
     }
 
     // The row of weights at a place of the tile; it need not exist.
-    RTK_DEVICE i64 row(int local) const { return first + local % columns + (local >= columns ? n : 0); }
-    RTK_DEVICE bool exists(int local) const { return first + local % columns < n; }
+    RTK_DEVICE i64 row(int local) const { return first + column(local) + (local >= columns ? n : 0); }
+    RTK_DEVICE bool exists(int local) const { return first + column(local) < n; }
     // The same row, or another one that exists.
-    RTK_DEVICE i64 existing_row(int local) const { return min(first + local % columns, n - 1) + (local >= columns ? n : 0); }
+    RTK_DEVICE i64 existing_row(int local) const { return min(first + column(local), n - 1) + (local >= columns ? n : 0); }
+    RTK_DEVICE int column(int local) const { return local >= columns ? local - columns : local; }
 };
 
 // What multiplies the sums of a lane's rows, and what is added to them.

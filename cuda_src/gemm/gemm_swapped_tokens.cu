@@ -3,8 +3,9 @@
 // value * rstd * (offset + gain[k]).
 //
 // A block owns a row; a thread has every kSwappedTokensThreads-th 32 of k, and keeps the first ones in registers between the
-// sum of squares and the result. The launch may start before the previous kernel has ended, and lets the next one start
-// at once: that one loads its weights in the meantime, and waits for this kernel before it loads tokens.
+// sum of squares and the result. The launch may start before the previous kernel has ended. Up to kSwappedOverlapRows rows, it
+// lets the next one start at once: that one loads its weights in the meantime, and waits for this kernel before it loads tokens.
+// More blocks that wait take the room on SMs that the next kernel needs, and let it run with two blocks on one of them.
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "gemm/gemm_swapped_codes.cuh"
@@ -14,6 +15,7 @@ namespace rtk {
 
 // As in rtkernels/ops/gemm/swapped_tokens_plan.py.
 inline constexpr int kSwappedTokensThreads = 256;
+inline constexpr unsigned kSwappedOverlapRows = 32;
 inline constexpr i64 kSwappedBytes = 1, kSwappedHalfBytes = 2;  // orders: of codes of 8 bits, of 4 bits
 
 // 32 of k. Not read-only: the previous kernel may write after this one has started.
@@ -39,8 +41,9 @@ __global__ void __launch_bounds__(kSwappedTokensThreads)
     gemm_swapped_tokens(const T* a, const T* gain, T* out, i64 k, i64 a_pitch, i64 out_pitch, i64 order, double eps,
                         double offset) {
     __shared__ float of_warps[kSwappedTokensThreads / kWarp];
-    ptx::launch_dependents();
+    if (gridDim.x <= kSwappedOverlapRows) ptx::launch_dependents();
     ptx::wait_for_previous();
+    ptx::launch_dependents();
     const int thread = static_cast<int>(threadIdx.x);
     const T* const row = a + blockIdx.x * a_pitch;
     T* const to = out + blockIdx.x * out_pitch;

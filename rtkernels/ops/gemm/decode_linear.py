@@ -212,7 +212,7 @@ def decode_linear(
 
     ``factor * act(rms_norm(a) @ b.T * scale_b + bias) + add``, in fp32, rounded once (the norm's result is rounded as
     well). If `gated`, the rows of b are two halves, and the activation is ``act(first half) * second half``. The
-    weights are read once, at the speed of memory.
+    weights are read once, at the speed of memory. With more than 8 rows, a launch before may prepare those of a.
 
     A modulated norm, ``norm(x) * (1 + scale) + shift``, is ``norm_weight=scale, offset=1`` with ``shift @ b.T`` as the
     bias. A gate in front of the residual sum is a factor for each result, which `scale_b` takes. Both can be computed
