@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(256)
     delta_gates_fwd(const T* g, const void* beta, const void* a_log, const void* dt_bias, float* decay, float* strength,
                     i64 rows, i64 columns, i64 heads, i64 inner, i64 g_stride, i64 beta_stride, i64 tiles, i64 slice,
                     i64 flags, double bound, double factor) {
-    constexpr int kAtOnce = 4;
+    constexpr int kInFlight = 4;
     const i64 tile = blockIdx.x, from = static_cast<i64>(blockIdx.y) * slice, end = from + slice < rows ? from + slice : rows;
     if (tile >= tiles) {
         const GateLanes own(heads, tile - tiles, 1);
@@ -31,16 +31,16 @@ __global__ void __launch_bounds__(256)
     const GateLanes own(columns, tile, N);
     if (!own.inside) return;
     const GateFactors<N> factors(a_log, gate_type(flags, kGateRate), dt_bias, gate_type(flags, kGateBias), own.column, inner);
-    for (i64 row = from + own.lane; row < end; row += kAtOnce * own.lanes) {
-        Raw<N * sizeof(T)> raw[kAtOnce];
+    for (i64 row = from + own.lane; row < end; row += kInFlight * own.lanes) {
+        Raw<N * sizeof(T)> raw[kInFlight];
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             clear(raw[k]);
             const i64 at = row + k * own.lanes;
             if (at < end) raw[k] = load_raw<T, N>(g + at * g_stride + own.column);
         }
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             const i64 at = row + k * own.lanes;
             if (at >= end) break;
             float x[N];
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(256, 4)
                     const void* dt_bias, T* dg, void* dbeta, float* partial, i64 rows, i64 columns, i64 heads, i64 inner,
                     i64 g_stride, i64 beta_stride, i64 tiles, i64 slice, i64 flags, double bound, double factor) {
     __shared__ __align__(16) float shared[2][256 * N];
-    constexpr int kAtOnce = 2;
+    constexpr int kInFlight = 2;
     const i64 tile = blockIdx.x, from = static_cast<i64>(blockIdx.y) * slice, end = from + slice < rows ? from + slice : rows;
     if (tile >= tiles) {
         const GateLanes own(heads, tile - tiles, 1);
@@ -79,18 +79,18 @@ __global__ void __launch_bounds__(256, 4)
     for (int i = 0; i < N; ++i) sums[0][i] = sums[1][i] = 0.0f;
     if (own.inside) {
         const GateFactors<N> factors(a_log, gate_type(flags, kGateRate), dt_bias, gate_type(flags, kGateBias), own.column, inner);
-        for (i64 row = from + own.lane; row < end; row += kAtOnce * own.lanes) {
-            Raw<N * sizeof(T)> raw[kAtOnce];
-            Raw<N * sizeof(float)> incoming[kAtOnce];
+        for (i64 row = from + own.lane; row < end; row += kInFlight * own.lanes) {
+            Raw<N * sizeof(T)> raw[kInFlight];
+            Raw<N * sizeof(float)> incoming[kInFlight];
 #pragma unroll
-            for (int k = 0; k < kAtOnce; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 clear(raw[k]), clear(incoming[k]);
                 const i64 at = row + k * own.lanes;
                 if (at < end) raw[k] = load_raw<T, N>(g + at * g_stride + own.column);
                 if (at < end) incoming[k] = load_raw<float, N>(ddecay + at * columns + own.column);
             }
 #pragma unroll
-            for (int k = 0; k < kAtOnce; ++k) {
+            for (int k = 0; k < kInFlight; ++k) {
                 const i64 at = row + k * own.lanes;
                 if (at >= end) break;
                 float x[N], by[N];

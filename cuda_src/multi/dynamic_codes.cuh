@@ -5,7 +5,7 @@
 //
 // Both directions are straight lines, one per decade. Counted from zero, the cells of decade d begin at 2^k (k = d - 1,
 // or d without signs), and the line of decade d + 1 has twice its offset and a fifth of its slope. So a number's place
-// among the cells is the least of all lines, and two of them suffice for numbers between two powers of 2. The border
+// among the cells is the smallest of all lines, and two of them suffice for numbers between two powers of 2. The border
 // between decades is not the edge of a cell, since cells below it are narrower: it lies 0.2 cells above the edge. Lines
 // are lowered by these 0.2, so that 2^k is the border, and raised again for all other borders, but not past a power of 2.
 #pragma once
@@ -40,15 +40,15 @@ struct DynamicMap {
             if (b < 0 || b >= kBinades) return;
             const float begin = __uint_as_float(static_cast<u32>(kLowest + b) << 23);
             constexpr float kFirstEnd = static_cast<float>(ten(1 - kLast));
-            float2 least = encoding<0>();
+            float2 smallest = encoding<0>();
             if (2.0f * begin > kFirstEnd) {
-                least = encoding<1>();
+                smallest = encoding<1>();
                 each_decade<2>([&](auto d) {
                     const float2 line = encoding<decltype(d)::kDecade>();
-                    if (fmaf(begin, line.x, line.y) < fmaf(begin, least.x, least.y)) least = line;
+                    if (fmaf(begin, line.x, line.y) < fmaf(begin, smallest.x, smallest.y)) smallest = line;
                 });
             }
-            encode[b] = least;
+            encode[b] = smallest;
         }
     }
 

@@ -65,12 +65,12 @@ struct RowSlice {
 template <typename T, typename W, int N>
 RTK_DEVICE void apply_slice(const T* x, const W* weight, const W* bias, T* y, float mean, float rstd, i64 cols, i64 spatial,
                             bool act, const RowSlice& slice) {
-    constexpr int kAtOnce = 4, kPitch = kReduceThreads * N;
-    Raw<sizeof(T) * N> raw[kAtOnce];
-    for (i64 from = slice.begin + threadIdx.x * N; from < slice.end; from += kAtOnce * kPitch) {
+    constexpr int kInFlight = 4, kPitch = kReduceThreads * N;
+    Raw<sizeof(T) * N> raw[kInFlight];
+    for (i64 from = slice.begin + threadIdx.x * N; from < slice.end; from += kInFlight * kPitch) {
         load_vectors<T, N>(x + slice.row * cols, from, kPitch, slice.end, raw);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             const i64 at = from + k * kPitch;
             if (at >= slice.end) break;
             float v[N], w[N], b[N];
@@ -116,14 +116,14 @@ template <typename T, int N>
 RTK_DEVICE PairSum::State plane_sum(const T* dy, const T* x, float mean, float rstd, float weight, float bias, bool act,
                                     i64 spatial, const RowGroup& group) {
     PairSum::State s = PairSum::identity();
-    constexpr int kAtOnce = 2;
+    constexpr int kInFlight = 2;
     const i64 pitch = group.threads * N;
-    Raw<sizeof(T) * N> gradients[kAtOnce], values[kAtOnce];
-    for (i64 from = group.thread * N; from < spatial; from += kAtOnce * pitch) {
+    Raw<sizeof(T) * N> gradients[kInFlight], values[kInFlight];
+    for (i64 from = group.thread * N; from < spatial; from += kInFlight * pitch) {
         load_vectors<T, N>(dy, from, pitch, spatial, gradients);
         load_vectors<T, N>(x, from, pitch, spatial, values);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             if (from + k * pitch >= spatial) break;
             float g[N], v[N];
             unpack<T, N>(gradients[k], g), unpack<T, N>(values[k], v);
@@ -167,13 +167,13 @@ __global__ void __launch_bounds__(kReduceThreads, 4)
 template <typename T, typename W, int N>
 RTK_DEVICE void bwd_slice(const T* dy, const T* x, const W* weight, const W* bias, T* dx, float mean, float rstd, float first,
                           float second, bool act, i64 cols, i64 spatial, const RowSlice& slice) {
-    constexpr int kAtOnce = 2, kPitch = kReduceThreads * N;
-    Raw<sizeof(T) * N> gradients[kAtOnce], values[kAtOnce];
-    for (i64 from = slice.begin + threadIdx.x * N; from < slice.end; from += kAtOnce * kPitch) {
+    constexpr int kInFlight = 2, kPitch = kReduceThreads * N;
+    Raw<sizeof(T) * N> gradients[kInFlight], values[kInFlight];
+    for (i64 from = slice.begin + threadIdx.x * N; from < slice.end; from += kInFlight * kPitch) {
         load_vectors<T, N>(dy + slice.row * cols, from, kPitch, slice.end, gradients);
         load_vectors<T, N>(x + slice.row * cols, from, kPitch, slice.end, values);
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
+        for (int k = 0; k < kInFlight; ++k) {
             const i64 at = from + k * kPitch;
             if (at >= slice.end) break;
             float g[N], v[N], w[N];

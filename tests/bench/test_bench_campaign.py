@@ -222,6 +222,9 @@ def test_what_changed_decides_on_the_tests(tmp_path: Path, monkeypatch: pytest.M
     assert selection.changed_since("a") == ["x", "y", "z"]
 
 
+_TRIAL = trials.Trial("a b", ("tests/ops/gemm/test_scaled_mm.py::test_one",), "^scale_fwd")
+
+
 # ---- rows and trials -------------------------------------------------------------------------------------------------
 
 
@@ -296,27 +299,31 @@ def test_the_plan_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(command._Plan, "collected", lambda self: 40)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(trials, "TRIALS", (_TRIAL,))
     out = tmp_path / "out"
     words = ["campaign", "--out", str(out), "--seconds=1000", "--peers=torch", "--tests", "tests/optim", "--jobs=3"]
     assert cli.main([*words, "--dry"]) == 0 and not out.exists()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines[1:6]] == ["compile", "tests", "trials", "rows", "sweep"]
     assert "in 3 processes" in lines[1] and "40 tests" in lines[2] and "at most 333 s" in lines[2]
-    assert "--tests tests/ops/gemm/test_decode_linear_swapped.py" in lines[-1] and "tests/optim" in lines[-1]
+    assert "--tests tests/ops/gemm/test_scaled_mm.py" in lines[-1] and "tests/optim" in lines[-1]
     assert cli.main(words) == 2 and "no CUDA device" in capsys.readouterr().err
     for wrong in ("--peers=nobody", "--parts=rows,cake"):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(["campaign", "--out=x", wrong])
 
 
-def test_commands_of_the_parts(tmp_path: Path) -> None:
+def test_commands_of_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Untried, "switches", {})
+    Untried("a b")
+    monkeypatch.setattr(trials, "TRIALS", (_TRIAL,))
     words = ["campaign", "--out", str(tmp_path), "--parts=sweep,trials,rows,e2e", "--peers=none", "--seed=4"]
     plan = command._Plan(cli.parser().parse_args(words))
     found = {part.name: part for part in plan.parts()}
     assert list(found) == ["tests", "trials", "rows", "sweep", "e2e"]
     assert [name for name, part in found.items() if not part.measures] == ["tests"]
     assert plan.tests == [test for trial in trials.TRIALS for test in trial.tests]
-    assert plan.pytest()[-len(trials.TRIALS) :] == [trial.tests[0].partition("::")[0] for trial in trials.TRIALS]
+    assert plan.pytest()[-1] == "tests/ops/gemm/test_scaled_mm.py"
     for part in (found["rows"], found["sweep"]):  # which parse
         args = cli.parser().parse_args(part.command(100.0)[4:])
         assert args.seconds == 85.0 and args.out.parent == tmp_path
