@@ -299,6 +299,8 @@ def test_the_plan_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(command._Plan, "collected", lambda self: 40)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Untried, "switches", {})
+    Untried("a b")
     monkeypatch.setattr(trials, "TRIALS", (_TRIAL,))
     out = tmp_path / "out"
     words = ["campaign", "--out", str(out), "--seconds=1000", "--peers=torch", "--tests", "tests/optim", "--jobs=3"]
