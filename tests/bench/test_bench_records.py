@@ -19,7 +19,6 @@ from rtkernels.runtime import targets
 
 # Rows without a record, which the next recorded run measures: `python -m bench run --missing --record`.
 WITHOUT_RECORD = {
-    *(f"decode_linear {m}x{layer}_nvfp4" for m in (16, 32, 64) for layer in ("4608x1536_norm_gated", "4096x14336")),
     "kda_bwd 8x4096 32 heads of 128",
     *(
         f"ssd_bwd {shape} groups of 128"

@@ -25,13 +25,13 @@ _CODES = {
 _SIZES = ((16, 1), (16, 2), (32, 2), (64, 2))  # tokens and warpgroups of a block
 _PARTS = (1, 2, 4, 8)  # blocks of a cluster
 
-# Clock cycles of an H200, fitted to 90 products of 16 to 64 rows, cut in every way (docs/decisions/gemm.md).
-_START = 10700  # until the first stage has arrived
-_STEP = (640, 12)  # of a step, and of each of its tokens
-_CONVERTED = {"e4m3": 1.0, "int8": 1.0, "int4": 1.4, "uint4": 1.4, "e2m1": 1.6}  # times as long, by codes
-_BOTH, _SHARED = 1.26, 1.74  # times as long, with two warpgroups, and with two blocks on an SM
-_FINISH = (2100, 400)  # behind the loop, and of each result of a thread
-_CLUSTER = {1: 0, 2: 760, 4: 2050, 8: 9300}  # of a launch of clusters, and of their barriers
+# Clock cycles of an H200, fitted to 54 products of 16 to 64 rows, cut in every way (docs/decisions/gemm.md).
+_START = 4100  # until the first stage has arrived
+_STEP = (560, 13)  # of a step, and of each of its tokens
+_FINE = 1.08  # times as long with e2m1 codes
+_BOTH, _SHARED = 1.26, 1.77  # times as long with two warpgroups, and with two blocks on an SM
+_FINISH = 12500  # behind the loop
+_CLUSTER = {1: 0, 2: 730, 4: 1460, 8: 6700}  # of a launch of clusters, and of their barriers
 _DELIVERED = 1900  # bytes that memory delivers in a cycle, at most
 
 KERNEL = Kernel(
@@ -105,12 +105,10 @@ def cycles(p: Product, shape: Shape, sms: int) -> float:
     blocks, steps = shape.tiles(p) * shape.parts, -(-_steps_of(p) // shape.parts)
     of_sm = -(-blocks // sms)
     rounds = -(-of_sm // shape.blocks_of_sm)
-    step = (_STEP[0] + _STEP[1] * shape.tokens) * _CONVERTED[p.b.token]
+    step = (_STEP[0] + _STEP[1] * shape.tokens) * (_FINE if p.b.token == "e2m1" else 1.0)
     step *= (_BOTH if shape.consumers == 2 else 1.0) * (_SHARED if of_sm > 1 else 1.0)
     memory = p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token] / _DELIVERED
-    results = shape.rows * p.m / (shape.parts * shape.consumers * 128)  # of a thread
-    work = max(rounds * steps * step, memory)
-    return _START + _CLUSTER[shape.parts] + work + rounds * (_FINISH[0] + _FINISH[1] * results)
+    return _START + _CLUSTER[shape.parts] + max(rounds * steps * step, memory) + rounds * _FINISH
 
 
 def shape_of(p: Product, sms: int) -> Shape:
