@@ -208,7 +208,8 @@ def decode_linear(
     add: Tensor | None = None, factor: float = 1.0, packed: str | None = None, constant: bool = False,
     global_scale: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it.
+    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it (on sm_90
+    two launches with 9 to 64 tokens behind a norm or codes).
 
     ``factor * act(rms_norm(a) @ b.T * scale_b + bias) + add``, in fp32, rounded once (the norm's result is rounded as
     well). If `gated`, the rows of b are two halves, and the activation is ``act(first half) * second half``. The
