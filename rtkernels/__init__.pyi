@@ -975,7 +975,7 @@ def decode_linear(
     offset: float = 0.0, add: Tensor | None = None, factor: float = 1.0, packed: Literal['int4', 'uint4', 'e2m1'] |
     None = None, constant: bool = False, global_scale: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it (on sm_90"""
+    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it."""
 
 @overload
 def index_select(

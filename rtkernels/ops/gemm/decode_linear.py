@@ -208,8 +208,9 @@ def decode_linear(
     add: Tensor | None = None, factor: float = 1.0, packed: str | None = None, constant: bool = False,
     global_scale: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it (on sm_90
-    two launches with 9 to 64 tokens behind a norm or codes).
+    """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it.
+
+    (On sm_90, 9 to 64 tokens behind a norm, or with weights of codes, are two launches.)
 
     ``factor * act(rms_norm(a) @ b.T * scale_b + bias) + add``, in fp32, rounded once (the norm's result is rounded as
     well). If `gated`, the rows of b are two halves, and the activation is ``act(first half) * second half``. The
@@ -220,8 +221,8 @@ def decode_linear(
     in advance where they depend on the step only: the action expert of ``examples/vla_policy.py`` does so.
 
     Args:
-        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes), on sm_90 up to 64 in
-            bfloat16; more run in plain torch, as do rows that are too long for shared memory.
+        a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes), on sm_90 up to 64
+            in bfloat16; more run in plain torch, as do rows that are too long for shared memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
             For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of a multiple of 256.
