@@ -210,8 +210,6 @@ def decode_linear(
 ) -> Tensor:  # fmt: skip
     """Return a linear layer of a few tokens, in one launch with the norm before it and the residual sum after it.
 
-    (On sm_90, 9 to 64 tokens behind a norm, or with weights of codes, are two launches.)
-
     ``factor * act(rms_norm(a) @ b.T * scale_b + bias) + add``, in fp32, rounded once (the norm's result is rounded as
     well). If `gated`, the rows of b are two halves, and the activation is ``act(first half) * second half``. The
     weights are read once, at the speed of memory. With more than 8 rows, a launch before may prepare those of a.
