@@ -41,6 +41,8 @@ _CLUSTER = {1: 0, 2: 80, 4: 1900, 8: 4200}  # of a launch of clusters, and of th
 _SM90_FACTOR, _SM90_START, _SM90_DELIVERED = 1.1, 15300, 2200
 _SMALL = 8 << 20  # bytes of weights, up to which `chunk_plan` is faster for steps of few rows
 _LONG = 4096  # bytes of k
+# By bytes of an element: rows up to which `cluster` was not compared with so few bytes of weights.
+_CLUSTER_ROWS, _CLUSTER_BYTES = {2: 32, 1: 16}, 4 << 20
 
 
 class Shape(NamedTuple):
@@ -175,13 +177,16 @@ def preferred(product: Product, info: DeviceInfo) -> tuple[str, ...]:
         return ()
     if unsupported(p, info.target) is not None:
         return ()
+    size = int(BYTES[p.b.token])
+    if p.m <= _CLUSTER_ROWS[size] and p.n * p.k * size <= _CLUSTER_BYTES:
+        return ()
     if sm90_limits.unsupported(p, info.target) is not None:
         return ("swapped",)  # the others have no wgmma
     own = cycles(p, shape_of(p, info.sm_count), info.sm_count)
-    memory = _SM90_START + p.n * p.k * BYTES[p.b.token] / _SM90_DELIVERED
+    memory = _SM90_START + p.n * p.k * size / _SM90_DELIVERED
     if own <= max(_SM90_FACTOR * sm90_plan.estimate(p, info.sm_count), memory):
         return ("swapped",)
-    return ("sm90",) if p.m > CHUNK_ROWS or p.k * BYTES[p.b.token] <= _LONG else ()
+    return ("sm90",) if p.m > CHUNK_ROWS or p.k * size <= _LONG else ()
 
 
 def serves_step(product: Product, target: Target, norm: bool) -> bool:
