@@ -119,11 +119,14 @@ def _without_add(p: Product) -> Product:
 
 def _plan(call: DecodeLinear, device: int) -> Steps:
     p, info, norm = _describe(call).product, device_info(device), call.norm_weight is not None
+    is_chunk = chunk_plan.unsupported(p, info.target) is None
+    if is_chunk and swapped_plan.is_small(p):
+        return chunk_plan.launches(p, device, norm, call.constant)
     if swapped_plan.serves_step(p, info.target, norm):
         return swapped_plan.launches(p, device, norm=norm, constant=call.constant, add_last=True)
     if swapped_codes_plan.serves_step(p, info.target):
         return swapped_codes_plan.launches(p, device, norm=norm, constant=call.constant)
-    if chunk_plan.unsupported(p, info.target) is None:
+    if is_chunk:
         return chunk_plan.launches(p, device, norm, call.constant)
     if decode_plan.unsupported(_without_add(p), info.target, info.sm_count, norm) is not None:
         return IN_TORCH
