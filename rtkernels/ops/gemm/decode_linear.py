@@ -256,4 +256,5 @@ OP = Op(
     public=("decode_linear",),
     kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS, *swapped_codes_plan.KERNELS),
     torch_ops=(FORWARD,),
+    uses=("scaled_mm",),
 )
