@@ -223,7 +223,8 @@ def decode_linear(
 
     Args:
         a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes), on sm_90 up to 64
-            in bfloat16; more run in plain torch, as do rows that are too long for shared memory.
+            (in float16 only without codes and norm); more run in plain torch, as do rows that are too long for shared
+            memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
             For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of a multiple of 256.
