@@ -4,8 +4,8 @@
 ``layer`` instead of their modules one by one: norm and q, k, v are one launch, so are rotation, cache and attention,
 the output projection with its residual sum, norm with gate and up, and down with its sum. No kernel of a step writes
 weights, so these products load them before the previous kernel has ended. For more rows, products are cuBLAS's, with
-norms and gates of their own (unless ``decode_linear.serves_many``); residual sums stay inside. What a layer cannot do
-here runs as usual, and the report says why.
+norms and gates of their own (unless ``decode_linear.serves_many``, and for codes ``serves_many_codes``); residual sums
+stay inside. What a layer cannot do here runs as usual, and the report says why.
 """
 
 from __future__ import annotations

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 import rtkernels
-from contracts.test_dynamic_rows import CALLS, OWNERS, _gradient, _inputs, _tensors
+from contracts.test_dynamic_rows import CALLS, MATRIX, OWNERS, _gradient, _inputs, _tensors
 from rtkernels import emulator
 from rtkernels.runtime import warm
 from rtkernels.runtime.launch.plans import Plans
 
 F32, BF16 = torch.float32, torch.bfloat16
 MORE_CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "decode_linear, 20 rows": lambda x, ids: rtkernels.decode_linear(
+        x.detach().bfloat16().repeat(2, 1), MATRIX.bfloat16(), norm_weight=MATRIX[0].bfloat16()
+    ),
     "hadamard, transposed": lambda x, ids: rtkernels.quantize_fp8_hadamard(x, transposed=True),
     "layer_norm, statistics": lambda x, ids: rtkernels.layer_norm(x, return_statistics=True),
     "layer_norm_fp8, kept": lambda x, ids: rtkernels.layer_norm_fp8(x, keep=True).y,
@@ -25,6 +28,7 @@ MORE_CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "quantize_fp8_smooth, channel": lambda x, ids: rtkernels.quantize_fp8_smooth(x, granularity="channel")[:2],
     "rms_norm, statistics": lambda x, ids: rtkernels.rms_norm(x, return_rstd=True),
     "rms_norm_fp8, kept": lambda x, ids: rtkernels.rms_norm_fp8(x, keep=True).y,
+    "scaled_mm, 4 rows": lambda x, ids: rtkernels.scaled_mm(x.detach().bfloat16()[:4], MATRIX.bfloat16()),
 }
 
 

@@ -119,11 +119,14 @@ def _without_add(p: Product) -> Product:
 
 def _plan(call: DecodeLinear, device: int) -> Steps:
     p, info, norm = _describe(call).product, device_info(device), call.norm_weight is not None
+    is_chunk = chunk_plan.unsupported(p, info.target) is None
+    if is_chunk and swapped_plan.is_small(p):
+        return chunk_plan.launches(p, device, norm, call.constant)
     if swapped_plan.serves_step(p, info.target, norm):
         return swapped_plan.launches(p, device, norm=norm, constant=call.constant, add_last=True)
     if swapped_codes_plan.serves_step(p, info.target):
         return swapped_codes_plan.launches(p, device, norm=norm, constant=call.constant)
-    if chunk_plan.unsupported(p, info.target) is None:
+    if is_chunk:
         return chunk_plan.launches(p, device, norm, call.constant)
     if decode_plan.unsupported(_without_add(p), info.target, info.sm_count, norm) is not None:
         return IN_TORCH
@@ -220,7 +223,8 @@ def decode_linear(
 
     Args:
         a: Tokens ``[..., k]``, bfloat16 or float16. Up to 16 rows take a kernel (8 with e2m1 codes), on sm_90 up to 64
-            in bfloat16; more run in plain torch, as do rows that are too long for shared memory.
+            (in float16 only without codes and norm); more run in plain torch, as do rows that are too long for shared
+            memory.
         b: Weights ``[n, k]``: of a's dtype, or codes (float8_e4m3fn, int8; uint8 with `packed`).
         scale_b: float32: one scale, or one per row of b; for codes also one per 128 x 128 block or per 128 of a row.
             For e2m1 codes float8_e4m3fn, one per 16 of a row (NVFP4); the kernel takes rows of a multiple of 256.
@@ -253,4 +257,5 @@ OP = Op(
     public=("decode_linear",),
     kernels=(*decode_plan.KERNELS, *chunk_plan.KERNELS, *swapped_codes_plan.KERNELS),
     torch_ops=(FORWARD,),
+    uses=("scaled_mm",),
 )

@@ -253,5 +253,5 @@ def as_packed(packed: Any, nibble: str = "low", a: Any = None) -> str | None:
 
 OP = Op(
     "scaled_mm", public=("scaled_mm",), kernels=PRODUCTS.kernels, torch_ops=(FORWARD, IN_PLACE, QUANTIZED),
-    uses=("quantize_fp8",),
+    uses=("quantize_fp8", "decode_linear"),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from rtkernels.runtime.targets import Target
 
 MIN_ROWS, MAX_ROWS = 9, 256  # of a; fewer are those of other kernels
 NORM_ROWS = 64  # with a norm in front, and in decoding steps
-CHUNK_ROWS = 16  # up to which `chunk_plan` is chosen for steps with few weights, and `skinny` may be better than `sm90`
+CHUNK_ROWS = 16  # up to which `chunk_plan` computes steps with few weights, and `skinny` may be better than `sm90`
 AUTOMATIC_ROWS = 64  # up to which `preferred` compares the backend with `sm90`
 
 # As in gemm_swapped_sm90.cu.
@@ -163,7 +163,8 @@ def shape_of(p: Product, sms: int) -> Shape:
     return min(_shapes(p), key=lambda shape: cycles(p, shape, sms))
 
 
-def _is_small(p: Product) -> bool:
+def is_small(p: Product) -> bool:
+    """Return True for few weights, whose time is latency."""
     return p.n * (2 if p.gate else 1) * p.k * BYTES[p.b.token] <= _SMALL
 
 
@@ -190,10 +191,8 @@ def preferred(product: Product, info: DeviceInfo) -> tuple[str, ...]:
 
 
 def serves_step(product: Product, target: Target, norm: bool) -> bool:
-    """Return True if a linear layer of a decoding step (``decode_linear``) takes this kernel."""
-    p = product
-    is_latency = p.m <= CHUNK_ROWS and _is_small(p)
-    return p.m <= NORM_ROWS and not is_latency and unsupported(p, target, norm) is None
+    """Return True if this kernel computes a layer of a decoding step (``decode_linear``) that ``chunk_plan`` leaves."""
+    return product.m <= NORM_ROWS and unsupported(product, target, norm) is None
 
 
 def serves_short_step(product: Product, target: Target) -> bool:

@@ -10,7 +10,7 @@ from support.inference import assert_captures
 from support.places import at
 
 import rtkernels
-from rtkernels.ops.gemm import swapped_plan
+from rtkernels.ops.gemm import chunk_plan, decode_linear, decode_plan, swapped_codes_plan, swapped_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product
 from rtkernels.runtime import targets
@@ -49,9 +49,28 @@ def test_steps_that_take_the_kernel() -> None:
     matrix = Matrix("bf16", 4096)
     product = Product(32, 4096, 4096, matrix, matrix, matrix)
     assert chosen(product, sm_90, True) and chosen(product._replace(m=16, gate="silu"), sm_90, True)
-    assert not chosen(product._replace(m=16, n=512), sm_90, True)
     assert not chosen(product._replace(m=65), sm_90, False)
     assert not chosen(product, targets.parse("sm_80"), False)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "n", "wanted"),
+    (
+        ("16bit", BF16, 64, "chunk_plan"), ("16bit", BF16, 8256, "swapped_plan"), ("16bit", FP16, 64, "swapped_plan"),
+        ("e4m3_row", BF16, 64, "chunk_plan"), ("e4m3_row", BF16, 16448, "swapped_codes_plan"),
+        ("e4m3_block", BF16, 64, "swapped_codes_plan"), ("int4_group", BF16, 64, "swapped_codes_plan"),
+    ),
+)  # fmt: skip
+def test_kernels_of_12_rows(
+    name: str, dtype: torch.dtype, n: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few weights are those of ``chunk_plan``, codes too; what it does not compute is that of the others."""
+    for module in (chunk_plan, decode_plan, swapped_plan, swapped_codes_plan):
+        found = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "launches", lambda *given, found=found, **options: found)
+    call = decode_linear.DecodeLinear(*case(name, 12, n, 512, dtype)[0]).metas
+    with rtkernels.emulate("sm_90"):
+        assert decode_linear._plan(call, -1) == wanted
 
 
 @pytest.mark.gpu

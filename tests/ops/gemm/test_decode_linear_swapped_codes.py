@@ -10,7 +10,7 @@ from support.inference import assert_captures
 from support.places import at, emulated
 
 import rtkernels
-from rtkernels.ops.gemm import swapped_codes_plan
+from rtkernels.ops.gemm import swapped_codes_plan, swapped_plan
 from rtkernels.ops.gemm.decode_linear import FORWARD
 from rtkernels.ops.gemm.product import Matrix, Product, Scales
 from rtkernels.ops.quant import pack
@@ -24,7 +24,9 @@ SIZES = ((12, 70, 1184, 2, 1), (16, 40, 224, 4, 2), (17, 150, 288, 1, 2), (40, 3
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
-    """The products that the kernel computes."""
+    """The products that the kernel computes, those with few weights, too."""
+    monkeypatch.setattr(swapped_plan, "_SMALL", 0)
+    Plans.forget_all()
     own, products = swapped_codes_plan.launches, []
 
     def launches(p: Product, *given, **options):
