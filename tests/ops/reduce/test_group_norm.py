@@ -98,7 +98,7 @@ def test_slices_of_many_vectors(dtype: torch.dtype, place: str, monkeypatch: pyt
 def test_sums_over_long_planes(place: str) -> None:
     """Sums of 9600 fp32 terms per channel: measured against their magnitudes, as gradients are what is left of them.
 
-    The largest part of the error is the rounded mean (5), times the sum of dy. In this case torch on the CPU, with fp32,
+    The largest part of the error is the rounded mean (5), times the sum of dy. In this case torch on the CPU, in fp32,
     is off by four times as much.
     """
     with running_on(place) as device:
