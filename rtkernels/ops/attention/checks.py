@@ -248,7 +248,9 @@ def problem_of(given: Forward, **others: Any) -> Attention:
     batch = cu_q.shape[0] - 1 if varlen else q.shape[0]
     return Attention(
         batch=batch, heads_q=q.shape[-2], heads_kv=k.shape[-2],
-        lq=given.max_q if varlen else q.shape[1], lkv=given.max_k if varlen else k.shape[1],
+        lq=given.max_q if varlen else q.shape[1],
+        # No sequence has more keys than all together, and neither does a bias: kernels read it up to lkv.
+        lkv=min(given.max_k, k.shape[0]) if varlen else k.shape[1],
         d_qk=q.shape[-1], d_v=v.shape[-1], token=DTYPE_TOKEN[q.dtype],
         q=strides(q), k=strides(k), v=strides(v), scale=given.scale, left=given.left, right=given.right,
         softcap=given.softcap, sinks=None if sinks is None else "fp32",

@@ -91,15 +91,16 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa:
 def _as_bias(mask: Tensor | None, query: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=mask.device)
-        mask = torch.where(_collapsed(mask), zero, float("-inf"))
     try:
-        return mask.expand(shape).reshape(-1, *shape[-3:]) if len(shape) != 4 else mask.expand(shape)
+        mask = mask.expand(shape)
     except RuntimeError:
         raise ArgumentError(
             f"attn_mask has shape {tuple(mask.shape)}; expected one that broadcasts to {shape}"
         ) from None
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=mask.device)
+        mask = torch.where(_collapsed(mask), zero, float("-inf")).expand(shape)
+    return mask if len(shape) == 4 else mask.reshape(-1, *shape[-3:])
 
 
 def _collapsed(mask: Tensor) -> Tensor:

@@ -74,6 +74,21 @@ def test_packed_sequences(place: str, case: str) -> None:
         torch.testing.assert_close(mine.cpu().double(), theirs, rtol=5e-2, atol=5e-2)
 
 
+@at("sm_80", "sm_90", "cuda")
+def test_largest_length_beyond_all_keys(place: str) -> None:
+    """max_seqlen_k may be more than there are keys: the bias has no numbers for those."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(20, 2, 64, generator=g).bfloat16() for _ in range(3))
+    cu, slopes = ends((7, 13)), torch.rand(2, generator=g)
+    with running_on(place) as device:
+        given = [t.to(device) for t in (q, k, v, cu, cu)]
+        exactly, more = (
+            rtkernels.attention_varlen(*given, 13, largest, causal=True, alibi_slopes=slopes.to(device))
+            for largest in (13, 4096)
+        )
+    assert torch.equal(exactly, more)
+
+
 @pytest.mark.parametrize("width", (64, 128, 72))
 @pytest.mark.parametrize("case", ("causal", "all keys", "per sequence, capped", "window and sinks", "fp8", "one query"))
 @at("cpu", "sm_80", "sm_90", "cuda")

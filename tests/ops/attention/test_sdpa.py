@@ -80,6 +80,15 @@ def test_expanded_masks_are_not_written_out(place: str) -> None:
         assert torch.equal(sdpa(q, k, v, row.expand(shape)), sdpa(q, k, v, row))
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 3, 5), (2, 2, 5, 4), (3, 2, 3, 4), (2, 2, 2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.bool, BF16])
+def test_expanded_masks_of_other_shapes_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Sizes that a mask was expanded to count, though it is used with sizes of 1."""
+    q, k, v = random(2, 2, 3, 16), random(2, 2, 4, 16, seed=1), random(2, 2, 4, 16, seed=2)
+    with pytest.raises(ArgumentError, match="attn_mask has shape"):
+        sdpa(q, k, v, torch.ones(1, dtype=dtype).expand(shape))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", (64, 96, 128))
 @pytest.mark.parametrize(
