@@ -53,6 +53,8 @@ for number, name in enumerate((os.devnull, program["place"] + ".out", program["p
     os.close(handle)
 os.environ.clear()
 os.environ.update(program["env"])
+if tempfile := sys.modules.get("tempfile"):
+    tempfile.tempdir = None  # of TMPDIR as it is now, although torch or a library asked before
 os.chdir(program["cwd"])
 sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
 kind, text, *sys.argv[1:] = program["arguments"]
