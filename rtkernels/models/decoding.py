@@ -164,7 +164,7 @@ def _matrix(x: Tensor, linears: Sequence[nn.Module]) -> _Matrix:
     rows = row_count(x.shape)
     if codes.scale is not None and rows > OWN_ROWS:
         if scale is not None and rows > served.AS_IT_IS:
-            raise _Unsupported(f"more than {served.AS_IT_IS} rows, which products of fp8 codes multiply faster")
+            raise _Unsupported(f"more than {served.AS_IT_IS} rows: products that quantise them are faster")
         given = rows, x.dtype, codes.weight, codes.scale, codes.packed, codes.global_scale
         if not decode_linear.serves_many_codes(*given):
             raise _Unsupported(f"more than {OWN_ROWS} rows, and weights of codes")

@@ -184,6 +184,18 @@ def test_many_rows_run_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(report.in_steps.values()) == {"more than 2 rows, and weights of codes"}
 
 
+def test_many_rows_of_fp8_weights_are_products_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers quantise more rows than `AS_IT_IS`, in steps as elsewhere, whatever kernel could take them as they are."""
+    monkeypatch.setattr(decoding, "OWN_ROWS", 1)
+    monkeypatch.setattr(decoding.served, "AS_IT_IS", 2)
+    monkeypatch.setattr(decoding.decode_linear, "serves_many_codes", lambda *given: True)
+    model = models.serve(model_of("qwen3"), weights="fp8")
+    report = models.patch(model, attention=True, fused_layers=True)
+    for rows, wanted in ((2, None), (3, "more than 2 rows: products that quantise them are faster")):
+        model.generate(tokens(rows, 5), max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert set(report.in_steps.values()) == {wanted}
+
+
 def test_many_rows_where_a_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked about all weights of a layer before anything is written to the cache."""
     monkeypatch.setattr(decoding, "OWN_ROWS", 2)

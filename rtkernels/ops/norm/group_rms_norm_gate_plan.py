@@ -34,9 +34,8 @@ _LAYOUTS = ("same", "sequence_first")
 _ACTS = ("sigmoid", "silu")
 _CHUNKS = 2  # 16-byte vectors of each input that a thread owns, or fewer
 _THREADS = 512
-_OTHER_THREADS = (
-    384  # of a block of the backward for gates other than a sigmoid after the norm: they need more registers
-)
+# Of a block of the backward, for gates other than a sigmoid after the norm: they need more registers.
+_OTHER_THREADS = 384
 _COUNT_LIMIT = 2**31 - 1024  # the kernels that count in 32 bits take no more, and a block may pass the end
 
 
